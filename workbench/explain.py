@@ -1,0 +1,74 @@
+"""Why a prompt hits as many tokens as it does: the answer to "I expected more"."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workbench.chunks import ChunkChain
+
+if TYPE_CHECKING:
+    from workbench.control import ControlPlane
+
+__all__ = ["Explanation", "explain_chain"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One prompt, looked at without changing anything. `str()` gives the sentence to read.
+
+    Args:
+        prompt_tokens: Tokens of the prompt.
+        hit_tokens: What would be loaded now.
+        hit_tiers: Tier of each hit chunk, in order.
+        chunk_tokens: Tokens of a chunk.
+        shared_tokens: The longest prefix that it shares with one of the prompts served last, to the token.
+        miss_reason: Why the first chunk that does not hit does not; "" if all hit.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    hit_tiers: tuple[str, ...]
+    chunk_tokens: int
+    shared_tokens: int
+    miss_reason: str
+
+    @property
+    def lost_to_chunk_size(self) -> int:
+        """Shared tokens that do not fill a chunk."""
+        return max(0, self.shared_tokens - self.shared_tokens // self.chunk_tokens * self.chunk_tokens)
+
+    def __str__(self) -> str:
+        parts = [f"{self.hit_tokens} of {self.prompt_tokens} tokens hit"]
+        if self.prompt_tokens < self.chunk_tokens:
+            parts.append(f"the prompt is shorter than a chunk of {self.chunk_tokens} tokens")
+        elif self.miss_reason == "never stored":
+            parts.append(self._divergence())
+        elif self.miss_reason:
+            parts.append(f"chunk {self.hit_tokens // self.chunk_tokens}: {self.miss_reason}")
+        elif tail := self.prompt_tokens - self.hit_tokens:
+            parts.append(f"the last {tail} tokens do not fill a chunk")
+        return "; ".join(parts)
+
+    def _divergence(self) -> str:
+        if self.shared_tokens == 0:
+            return "diverges at token 0 from every prompt served lately"
+        if self.shared_tokens < self.chunk_tokens:
+            return f"shared {self.shared_tokens} tokens < chunk {self.chunk_tokens}"
+        return f"shared {self.shared_tokens} tokens, {self.lost_to_chunk_size} lost to chunk size"
+
+
+def explain_chain(control: "ControlPlane", chain: ChunkChain) -> Explanation:
+    """What a control plane would answer for a chain of chunks, and why."""
+    hit_chunks = control.lookup(chain) // chain.chunk_tokens
+    tiers = [control.tiers[control.index.level(control.index.find(chain[n].key))].name for n in range(hit_chunks)]
+    reason = control.miss_reason(chain[hit_chunks]) if hit_chunks < len(chain) else ""
+    tokens = chain.tokens()
+    shared = max((_common_prefix(tokens, other) for other in control.recent_prompts), default=0)
+    return Explanation(len(tokens), hit_chunks * chain.chunk_tokens, tuple(tiers), chain.chunk_tokens, shared, reason)
+
+
+def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    n = min(len(a), len(b))
+    different = np.flatnonzero(a[:n] != b[:n])
+    return int(different[0]) if different.size else n

@@ -1,0 +1,120 @@
+"""Which chunks the engine knows, and in which tiers each one lies: the control plane's only table.
+
+An entry is a small integer, recycled when its chunk is gone everywhere and has no child left. Columns are flat arrays,
+so that a million chunks stay within a few hundred bytes each.
+"""
+
+from array import array
+
+from workbench.chunks import Chunk
+
+__all__ = ["ChunkIndex"]
+
+
+class ChunkIndex:
+    """Chunk key <-> entry, with parent, place in the prompt, children, and one bit a tier.
+
+    A chunk is `resident` in a tier once the data plane has confirmed its bytes, and `pending` from the order to the
+    confirmation. Only resident chunks are hits.
+    """
+
+    def __init__(self):
+        self._entries: dict[bytes, int] = {}
+        self._free: list[int] = []
+        self.keys: list[bytes | None] = []
+        self.parents = array("i")  # entry of the parent, -1 for a first chunk
+        self.depths = array("i")  # chunks above it
+        self.starts = array("i")  # first token
+        self.stops = array("i")
+        self.children = array("i")  # children that lie in any tier or are on their way into one
+        self.slots = array("i")  # place in the memory arena, -1 for none
+        self.resident = array("B")
+        self.pending = array("B")
+        self._users = array("i")  # running requests that hold the entry, so that it is not recycled
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, key: bytes) -> int:
+        """Entry of a key, or -1."""
+        return self._entries.get(key, -1)
+
+    def add(self, key: bytes, parent: bytes, start: int, stop: int) -> int:
+        """Entry of a chunk, made if there is none. Its parent need not be known."""
+        entry = self._entries.get(key, -1)
+        if entry >= 0:
+            return entry
+        above = self._entries.get(parent, -1)
+        depth = self.depths[above] + 1 if above >= 0 else 0
+        row = (above, depth, start, stop, 0, -1, 0, 0, 0)
+        columns = (self.parents, self.depths, self.starts, self.stops, self.children, self.slots,
+                   self.resident, self.pending, self._users)  # fmt: skip
+        if self._free:
+            entry = self._free.pop()
+            self.keys[entry] = key
+            for column, value in zip(columns, row, strict=True):
+                column[entry] = value
+        else:
+            entry = len(self.keys)
+            self.keys.append(key)
+            for column, value in zip(columns, row, strict=True):
+                column.append(value)
+        self._entries[key] = entry
+        return entry
+
+    def add_chunk(self, chunk: Chunk) -> int:
+        return self.add(chunk.key, chunk.parent, chunk.start, chunk.stop)
+
+    def level(self, entry: int) -> int:
+        """The fastest tier that surely holds the chunk, or -1."""
+        bits = self.resident[entry]
+        return (bits & -bits).bit_length() - 1
+
+    def set_pending(self, entry: int, level: int) -> None:
+        self._change(entry, self.resident[entry], self.pending[entry] | 1 << level)
+
+    def set_resident(self, entry: int, level: int) -> None:
+        bit = 1 << level
+        self._change(entry, self.resident[entry] | bit, self.pending[entry] & ~bit)
+
+    def clear(self, entry: int, level: int) -> None:
+        """The chunk is not in this tier and not on its way there."""
+        bit = ~(1 << level)
+        self._change(entry, self.resident[entry] & bit, self.pending[entry] & bit)
+
+    def use(self, entry: int) -> None:
+        self._users[entry] += 1
+
+    def unuse(self, entry: int) -> None:
+        self._users[entry] -= 1
+        assert self._users[entry] >= 0, "an entry was let go more often than it was taken"
+        self._recycle(entry)
+
+    def in_use(self, entry: int) -> bool:
+        """Whether a running request counts on the chunk."""
+        return self._users[entry] > 0
+
+    def is_last_copy(self, entry: int, level: int) -> bool:
+        return not (self.resident[entry] | self.pending[entry]) & ~(1 << level)
+
+    def _change(self, entry: int, resident: int, pending: int) -> None:
+        before = bool(self.resident[entry] | self.pending[entry])
+        self.resident[entry], self.pending[entry] = resident, pending
+        after = bool(resident | pending)
+        parent = self.parents[entry]
+        if before != after and parent >= 0:
+            self.children[parent] += 1 if after else -1
+        if not after:
+            self._recycle(entry)
+
+    def _recycle(self, entry: int) -> None:
+        """Forget entries that nothing refers to any more, upwards."""
+        while entry >= 0:
+            key = self.keys[entry]
+            held = self.resident[entry] or self.pending[entry] or self.children[entry] or self._users[entry]
+            if key is None or held:
+                return
+            del self._entries[key]
+            self.keys[entry] = None
+            self._free.append(entry)
+            entry = self.parents[entry]

@@ -1,0 +1,204 @@
+"""The order of one tier's chunks: which chunk goes next, with pins and prefixes kept out of the policies.
+
+This file is a template. workbench.policies.compiled joins it with the methods of one policy into a module, compiled or
+plain; a function of the policy replaces the one of the same name here. `s[c]` is the record of chunk c, `r` the
+record of scalars, `t` the side table. The names in capitals are answered when the module is written.
+
+A victim is never pinned and never has resident children. A candidate of evict() that may not go is set aside and put
+back, through on_return, where evict() took it from: at once when it becomes free, else when the request settles.
+Within a request the policy hears of hits and inserts when the request settles, in touch order; until then what was
+hit keeps its old place, and what is new is in no one's order and cannot be a victim.
+"""
+
+ABSENT = 0  # not in this tier
+ORDERED = 1  # the policy orders it
+ASIDE = 2  # taken out by evict(), may not go yet
+NEW = 3  # in the tier; the policy hears of it when the request settles
+REMOVED = 4  # left the tier on request while the policy still orders it
+NO_VICTIM = -1
+BROKEN = -2  # evict() named a chunk that is not in its order; r._broken holds it
+
+USES_HITS = USES_LAST_ACCESS = USES_INSERTED = REMOVES = False
+
+
+def on_hit(s, r, t, c):
+    raise NotImplementedError
+
+
+def on_insert(s, r, t, c):
+    raise NotImplementedError
+
+
+def evict(s, r, t):
+    raise NotImplementedError
+
+
+def on_return(s, r, t, c):
+    on_insert(s, r, t, c)
+
+
+def on_remove(s, r, t, c):
+    pass
+
+
+def is_ghost(s, r, t, c):
+    return False
+
+
+def clear_fields(s, r, t, c):
+    """Zero what the policy declared, unless it remembers evicted chunks; written for each policy."""
+
+
+def on_leaf(s, r, t, c):
+    """The last resident child of c left; written for the score form."""
+
+
+def on_child(s, r, t, c):
+    """A resident child of c arrived; written for the score form."""
+
+
+def set_aside(s, r, t, c):
+    s[c]._state = ASIDE
+    s[c]._below = r._aside
+    s[c]._above = -1
+    if r._aside >= 0:
+        s[r._aside]._above = c
+    r._aside = c
+
+
+def put_back(s, r, t, c):
+    below = s[c]._below
+    above = s[c]._above
+    if below >= 0:
+        s[below]._above = above
+    if above >= 0:
+        s[above]._below = below
+    else:
+        r._aside = below
+    s[c]._state = ORDERED
+    r._held += 1
+    on_return(s, r, t, c)
+
+
+def put_all_back(s, r, t):
+    while r._aside >= 0:
+        put_back(s, r, t, r._aside)
+
+
+def detach(s, r, t, c):
+    """Chunk c is no longer in the tier: its parent may be a leaf now."""
+    r.size -= 1
+    parent = s[c].parent
+    if parent >= 0:
+        s[parent].children -= 1
+        if s[parent].children == 0:
+            if s[parent]._state == ASIDE and s[parent]._pins == 0:
+                put_back(s, r, t, parent)
+            elif s[parent]._state == ORDERED:
+                on_leaf(s, r, t, parent)
+
+
+def next_candidate(s, r, t, incoming):
+    """Take the next chunk that may go out of the order and return it, or NO_VICTIM, or BROKEN.
+
+    The caller then calls take() or set_aside().
+    """
+    r.incoming = incoming
+    while r._held > 0:
+        c = evict(s, r, t)
+        if c == NO_VICTIM:
+            return NO_VICTIM
+        if c < 0 or c >= len(s) or (s[c]._state != ORDERED and s[c]._state != REMOVED):
+            r._broken = c
+            return BROKEN
+        r._held -= 1
+        if s[c]._state == REMOVED:
+            s[c]._state = ABSENT
+            s[c]._below = r._buried  # its index may be used again; the caller collects this list
+            r._buried = c
+        elif s[c]._pins > 0 or s[c].children > 0:
+            set_aside(s, r, t, c)
+        else:
+            return c
+    return NO_VICTIM
+
+
+def take(s, r, t, c):
+    """The candidate leaves the tier."""
+    s[c]._state = ABSENT
+    detach(s, r, t, c)
+
+
+def next_victim(s, r, t, incoming):
+    """Evict the next chunk that may go and return it, or NO_VICTIM, or BROKEN."""
+    c = next_candidate(s, r, t, incoming)
+    if c >= 0:
+        take(s, r, t, c)
+    return c
+
+
+def enter(s, r, t, c):
+    """Chunk c, whose parent is resident or -1, is now in the tier."""
+    clear_fields(s, r, t, c)
+    s[c]._state = NEW
+    r.size += 1
+    parent = s[c].parent
+    if parent >= 0:
+        s[parent].children += 1
+        on_child(s, r, t, parent)
+
+
+def touch_chunk(s, r, t, c):
+    if USES_LAST_ACCESS:
+        s[c].last_access = r.now
+    if s[c]._state == NEW:
+        s[c]._state = ORDERED
+        r._held += 1
+        if USES_HITS:
+            s[c].hits = 0
+        if USES_INSERTED:
+            s[c].inserted = r.now
+        on_insert(s, r, t, c)
+    elif s[c]._state == ORDERED:
+        if USES_HITS:
+            s[c].hits += 1
+        on_hit(s, r, t, c)
+
+
+def settle(s, r, t, chunks, start, stop, tail_first):
+    """End of a request: what was set aside returns, then the policy hears of chunks[start:stop] in touch order."""
+    put_all_back(s, r, t)
+    if tail_first:
+        for i in range(stop - 1, start - 1, -1):
+            touch_chunk(s, r, t, chunks[i])
+    else:
+        for i in range(start, stop):
+            touch_chunk(s, r, t, chunks[i])
+
+
+def withdraw(s, r, t, c):
+    """Remove c on request. Returns true if the policy has let go of it, false if its index must rest till evicted."""
+    if s[c]._state == ASIDE:
+        put_back(s, r, t, c)
+    let_go = True
+    if s[c]._state == ORDERED:
+        if REMOVES:
+            on_remove(s, r, t, c)
+            r._held -= 1
+            s[c]._state = ABSENT
+        else:
+            s[c]._state = REMOVED
+            let_go = False
+    else:
+        s[c]._state = ABSENT
+    detach(s, r, t, c)
+    return let_go
+
+
+def unpinned(s, r, t, c):
+    """The last pin of c went: a chunk that was set aside or skipped for its pin is a candidate again."""
+    if s[c].children == 0:
+        if s[c]._state == ASIDE:
+            put_back(s, r, t, c)
+        elif s[c]._state == ORDERED:
+            on_leaf(s, r, t, c)

@@ -1,0 +1,260 @@
+"""A directory of records, one file a chunk. Survives restarts; several processes may share it.
+
+    write   unnamed temporary file, allocated in full -> header and payload -> link to the final name (first writer wins)
+    read    open -> header checked -> payload straight into the caller's buffer -> checksum
+
+A file is never changed or shortened once it has its name, only unlinked, so a reader that has it open is safe. There is
+no index file: the directory is the index, and each record describes itself.
+"""
+
+import errno
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from workbench.chunks import Chunk
+from workbench.errors import InvalidInputError
+from workbench.files import Files
+from workbench.record import ALIGNMENT, header_nbytes, pack_header, parse_header
+from workbench.tiers.base import StoredChunk, Tier
+
+__all__ = ["DiskTier"]
+
+_SUFFIX = ".kv"
+_TEMPORARY = ".tmp"
+_ABANDONED_SECONDS = 3600.0  # a temporary file of a process that cannot be asked whether it lives
+
+
+class DiskTier(Tier):
+    """Records in `<path>/<first two hex digits>/<key in hex>.kv`.
+
+    Args:
+        path: Directory; made, with access for this user alone, if it is not there.
+        identity: Digest that is written into each header, so that a listing can tell whose a record is.
+        durable: Sync each file before it gets its name. Without it a power loss may cost recent chunks, never give
+            wrong ones.
+        files: The operating system, or a stand-in that fails on purpose.
+
+    Raises:
+        InvalidInputError: The path is not a directory, cannot be written, belongs to somebody else or is open to all.
+    """
+
+    name = "disk"
+
+    def __init__(self, path: str | Path, *, identity: bytes = bytes(32), durable: bool = False,
+                 files: Files | None = None):  # fmt: skip
+        self.path = Path(path)
+        self.durable = durable
+        self._identity = identity
+        self._files = files or Files()
+        self._made: set[str] = set()
+        self._serial = 0
+        self._lock = threading.Lock()
+        self._check_directory()
+
+    def _check_directory(self) -> None:
+        try:
+            self._files.mkdir(str(self.path))
+            status = os.stat(self.path)
+        except OSError as error:
+            raise InvalidInputError(f"disk tier: {self.path} cannot be used: {error.strerror}") from None
+        if not stat.S_ISDIR(status.st_mode) or not os.access(self.path, os.R_OK | os.W_OK | os.X_OK):
+            raise InvalidInputError(f"disk tier: {self.path} is not a directory that this user can read and write")
+        if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
+            raise InvalidInputError(
+                f"disk tier: {self.path} has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}; "
+                f"it must belong to user {os.getuid()} and not be writable by all"
+            )
+
+    def nbytes_of(self, payload_nbytes: int, tokens: int) -> int:
+        return header_nbytes(tokens) + -(-payload_nbytes // ALIGNMENT) * ALIGNMENT
+
+    def read(self, chunk: Chunk, out: np.ndarray) -> str:
+        try:
+            fd = self._files.open(self._file(chunk.key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            return "absent" if error.errno == errno.ENOENT else _fault(error)
+        try:
+            reason = self._read_open(fd, chunk, out)
+        except OSError as error:
+            reason = _fault(error)
+        finally:
+            self._files.close(fd)
+        if reason in ("corrupt", "mismatch"):
+            self.erase(chunk.key)
+        elif not reason:
+            self._touch(chunk.key)
+        return reason
+
+    def _touch(self, key: bytes) -> None:
+        """The file's time is its last use: the order that a restart finds."""
+        try:
+            self._files.utime(self._file(key))
+        except OSError:
+            pass  # evicted meanwhile by another process: the bytes were read all the same
+
+    def _read_open(self, fd: int, chunk: Chunk, out: np.ndarray) -> str:
+        size = header_nbytes(chunk.num_tokens)
+        head = bytearray(size)
+        if not self._fill(fd, [head, out], 0):
+            return "corrupt"
+        header = parse_header(head)
+        if header is None:
+            return "corrupt"
+        if not header.describes(chunk) or header.payload_nbytes != out.nbytes:
+            return "mismatch"
+        if self._files.stat_fd(fd).st_size != size + out.nbytes:
+            return "corrupt"
+        return "" if xxhash.xxh3_128_digest(out) == header.payload_digest else "corrupt"
+
+    def _fill(self, fd: int, buffers: list, offset: int) -> bool:
+        """Read until every buffer is full; False at a premature end of the file."""
+        views = [memoryview(b).cast("B") for b in buffers]
+        while views:
+            got = self._files.preadv(fd, views, offset)
+            if got == 0:
+                return False
+            offset += got
+            views = _advance(views, got)
+        return True
+
+    def write(self, chunk: Chunk, payload: np.ndarray) -> tuple[str, int]:
+        target = self._file(chunk.key)
+        temporary = self._temporary_name(chunk.key)
+        try:
+            self._make_folder(os.path.dirname(target))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            fd = self._files.open(temporary, flags)
+        except OSError as error:
+            return _fault(error), 0
+        try:
+            nbytes = self._write_open(fd, pack_header(chunk, self._identity, payload), payload)
+            self._files.link(temporary, target)
+            return "", nbytes
+        except FileExistsError:
+            return "dedup", 0
+        except OSError as error:
+            return _fault(error), 0
+        finally:
+            self._discard(fd, temporary)
+
+    def _write_open(self, fd: int, header: bytes, payload: np.ndarray) -> int:
+        """Write the record into an open file; returns the bytes it takes on the disk."""
+        self._files.allocate(fd, len(header) + payload.nbytes)  # ENOSPC comes here, not half-way
+        views = [memoryview(header), memoryview(payload).cast("B")]
+        offset = 0
+        while views:
+            put = self._files.pwritev(fd, views, offset)
+            offset += put
+            views = _advance(views, put)
+        if self.durable:
+            self._files.fsync(fd)
+        return self._files.stat_fd(fd).st_blocks * 512
+
+    def _discard(self, fd: int, temporary: str) -> None:
+        """Close the temporary file and take its name away; the record lives on under its own name."""
+        for call, argument in ((self._files.close, fd), (self._files.unlink, temporary)):
+            try:
+                call(argument)
+            except OSError:
+                pass  # the janitor of the next start takes what is left
+
+    def erase(self, key: bytes) -> None:
+        try:
+            self._files.unlink(self._file(key))
+        except OSError:
+            pass  # gone already, or not ours to remove: either way it is not counted any more
+
+    def scan(self) -> Iterator[StoredChunk]:
+        """Every record here, oldest first; removes temporary files of processes that are gone and broken records."""
+        found: list[tuple[float, StoredChunk]] = []
+        for folder in sorted(self._folders()):
+            for entry in self._entries(folder):
+                if entry.name.endswith(_TEMPORARY):
+                    self._sweep(entry)
+                elif entry.name.endswith(_SUFFIX) and (stored := self._describe(entry)):
+                    found.append(stored)
+        found.sort(key=lambda item: item[0])
+        return iter([stored for _, stored in found])
+
+    def _folders(self) -> list[str]:
+        return [e.path for e in self._entries(str(self.path)) if len(e.name) == 2 and e.is_dir(follow_symlinks=False)]
+
+    def _entries(self, folder: str) -> list[os.DirEntry]:
+        try:
+            return list(self._files.scan(folder))
+        except OSError:
+            return []
+
+    def _describe(self, entry: os.DirEntry) -> tuple[float, StoredChunk] | None:
+        """(time of last use, what the header says) of one file; erases a file that is no record."""
+        try:
+            key = bytes.fromhex(entry.name.removesuffix(_SUFFIX))
+            status = entry.stat(follow_symlinks=False)
+            header = self._read_header(entry.path)
+        except ValueError:
+            return None
+        except OSError:
+            return None
+        if header is None or header.key != key or status.st_size != header.header_nbytes + header.payload_nbytes:
+            self.erase(key)
+            return None
+        stored = StoredChunk(key, header.parent, header.start, header.stop, status.st_blocks * 512)
+        return status.st_mtime, stored
+
+    def _read_header(self, path: str):
+        fd = self._files.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            head = bytearray(ALIGNMENT)
+            got = self._files.preadv(fd, [head], 0)
+            needed = int.from_bytes(head[12:16], "little")
+            if got == ALIGNMENT and ALIGNMENT < needed <= 1 << 24:
+                head = bytearray(needed)
+                got = self._files.preadv(fd, [head], 0)
+            return parse_header(memoryview(head)[:got])
+        finally:
+            self._files.close(fd)
+
+    def _sweep(self, entry: os.DirEntry) -> None:
+        """Remove a temporary file unless the process that writes it may still be alive."""
+        try:
+            owner = int(entry.name.split(".")[1])
+            alive = os.path.exists(f"/proc/{owner}") and owner != os.getpid()
+            if not alive or time.time() - entry.stat().st_mtime > _ABANDONED_SECONDS:
+                self._files.unlink(entry.path)
+        except (OSError, ValueError, IndexError):
+            pass
+
+    def _make_folder(self, folder: str) -> None:
+        if folder not in self._made:
+            self._files.mkdir(folder)
+            self._made.add(folder)
+
+    def _file(self, key: bytes) -> str:
+        digits = key.hex()
+        return f"{self.path}/{digits[:2]}/{digits}{_SUFFIX}"
+
+    def _temporary_name(self, key: bytes) -> str:
+        with self._lock:
+            self._serial += 1
+            serial = self._serial
+        digits = key.hex()
+        return f"{self.path}/{digits[:2]}/{digits[:16]}.{os.getpid()}.{serial}{_TEMPORARY}"
+
+
+def _advance(views: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of the buffers after so many bytes."""
+    while views and done >= len(views[0]):
+        done -= len(views[0])
+        views = views[1:]
+    return [views[0][done:], *views[1:]] if views else []
+
+
+def _fault(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, type(error).__name__)
