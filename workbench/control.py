@@ -37,6 +37,7 @@ _REMEMBERED_PROMPTS = 64
 class _Running:
     """One admitted request."""
 
+    name: str
     chain: ChunkChain
     attempt: int = 0
     planned: int = 0  # chunks whose store is ordered or not needed
@@ -71,9 +72,10 @@ class ControlPlane:
         self._free_slots = list(range(slots - 1, -1, -1))
         self._running: dict[str, _Running] = {}
         self._writing: set[tuple[int, int]] = set()  # (entry, level): the arena's copy is held until it is written
+        self._rising: dict[int, tuple[str, int]] = {}  # entry -> (request, attempt) whose load fills its arena slot
         self._served = 0
         self._departed: OrderedDict[bytes, str] = OrderedDict()
-        self.recent_prompts: deque[np.ndarray] = deque(maxlen=_REMEMBERED_PROMPTS)
+        self.recent_prompts: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED_PROMPTS)  # (root, tokens)
 
     # ---------------------------------------------------------------- lookup
 
@@ -124,11 +126,14 @@ class ControlPlane:
         """Make a request known without counting a lookup; False if it is known."""
         if request in self._running:
             return False
-        self._running[request] = _Running(chain)
+        self._running[request] = _Running(request, chain)
         return True
 
     def plan_loads(self, request: str, first_token: int, stop_token: int, blocks: Sequence[int]) -> list[Order]:
         """Orders that fill the blocks of tokens first..stop.
+
+        Every chunk is held where it lies before the first one is promoted, so that none makes room for another. A
+        chunk that left since the lookup is ordered all the same: the data plane finds it absent and says so.
 
         Args:
             request: An admitted request whose lookup covered these tokens.
@@ -139,14 +144,18 @@ class ControlPlane:
         running, per_chunk = self._running[request], self.layout.blocks_per_chunk
         first, stop = first_token // self.layout.block_size, stop_token // self.layout.block_size
         orders: list[Order] = []
-        for number in range(first // per_chunk, -(-stop // per_chunk)):
-            chunk = running.chain[number]
-            entry, base = self._use(running, number), number * per_chunk
-            level = self.index.level(entry)
+        numbers = range(first // per_chunk, -(-stop // per_chunk))
+        levels = [self._hold_fastest(running, self._use(running, number)) for number in numbers]
+        for number, level in zip(numbers, levels, strict=True):
+            entry, base = running.used[number], number * per_chunk
             wanted = tuple(blocks[b] if first <= b < stop else -1 for b in range(base, base + per_chunk))
-            self._hold(running, level, entry)
-            slot = self._promote(running, entry, orders) if level or self.memory is None else self.index.slots[entry]
-            orders.append(Load(request, running.attempt, chunk, wanted, level, slot))
+            if level < 0:
+                slot = STAGING
+            elif self.tiers[level] is self.memory:
+                slot = self.index.slots[entry]
+            else:
+                slot = self._promote(running, entry, orders)
+            orders.append(Load(request, running.attempt, running.chain[number], wanted, max(0, level), slot))
         return orders
 
     def plan_stores(self, request: str, stop_token: int, blocks: Sequence[int]) -> list[Order]:
@@ -166,12 +175,12 @@ class ControlPlane:
                     self.record("dedup", request=request, chunk=chunk)
                 continue
             if number and not self._reachable(chunk.parent):
-                self.record("drop", request=request, chunk=chunk, reason="prefix not stored")
+                self._drop(request, chunk, "prefix not stored")
                 continue
             entry = self._use(running, number)
             slot, write_to = self._place(entry, orders)
             if slot == STAGING and not write_to:
-                self.record("drop", request=request, chunk=chunk, reason="no room")
+                self._drop(request, chunk, "no room")
                 continue
             own = tuple(blocks[number * per_chunk : (number + 1) * per_chunk])
             orders.append(Store(request, running.attempt, chunk, own, slot, write_to))
@@ -182,7 +191,7 @@ class ControlPlane:
         running = self._running.pop(request, None)
         if running is None:
             return
-        self.recent_prompts.append(running.chain.tokens())
+        self.recent_prompts.append((running.chain.root, running.chain.tokens()))
         for tier, entry in running.holds:
             tier.release(entry)
         self._settle([running.used[number] for number in sorted(running.used)])
@@ -193,23 +202,28 @@ class ControlPlane:
 
     def apply(self, report: Iterable[Done]) -> None:
         """Take note of what was done: confirmed chunks become resident, failed ones are taken back."""
+        late: dict[tuple[str, int], list[int]] = {}
         for done in report:
             entry = self.index.find(done.key)
-            if entry >= 0:
-                {"store": self._stored, "write": self._written, "load": self._loaded}[done.kind](entry, done)
+            if entry < 0:
+                continue
+            confirmed = {"store": self._stored, "write": self._written, "load": self._loaded}[done.kind](entry, done)
+            if confirmed >= 0 and not self.index.in_use(entry):
+                late.setdefault((done.request, confirmed), []).append(entry)
+        for (_, level), entries in late.items():  # their request was over before they were confirmed
+            self._settle(entries, [level])
 
-    def _stored(self, entry: int, done: Done) -> None:
+    def _stored(self, entry: int, done: Done) -> int:
+        """Note a store into the arena; returns the level that now holds the chunk, or -1. So do the next two."""
         chunk, tier = self._chunk(entry), self.tiers[done.level]
         self.record("store", tier=tier.name, request=done.request, chunk=chunk, nbytes=done.nbytes,
                     seconds=done.seconds, reason=done.reason)  # fmt: skip
         if done.reason:
-            self._take_back(entry, done.level)
-            if done.reason == "tainted" and done.request in self._running:
-                self._running[done.request].planned = 0
-        else:
-            self._confirm(entry, done.level)
+            self._store_failed(entry, done)
+            return -1
+        return self._confirm(entry, done.level)
 
-    def _written(self, entry: int, done: Done) -> None:
+    def _written(self, entry: int, done: Done) -> int:
         chunk, tier = self._chunk(entry), self.tiers[done.level]
         reason = "" if done.reason == "dedup" else done.reason
         self.record("store", tier=tier.name, request=done.request, chunk=chunk, nbytes=done.nbytes,
@@ -218,44 +232,48 @@ class ControlPlane:
             self._writing.remove((entry, done.level))
             self.memory.release(entry)
         if reason:
-            self._take_back(entry, done.level)
-        else:
-            self._confirm(entry, done.level)
+            self._store_failed(entry, done)
+            return -1
+        return self._confirm(entry, done.level)
 
-    def _loaded(self, entry: int, done: Done) -> None:
+    def _loaded(self, entry: int, done: Done) -> int:
         chunk, tier = self._chunk(entry), self.tiers[done.level]
         self.record("load", tier=tier.name, request=done.request, chunk=chunk, nbytes=done.nbytes,
                     seconds=done.seconds, reason=done.reason)  # fmt: skip
-        rising = done.level > 0 and self.index.pending[entry] & 1
+        rising = self._rising.get(entry) == (done.request, done.attempt)
+        if rising:
+            del self._rising[entry]
         if done.reason:
             if running := self._running.get(done.request):
                 running.attempt, running.planned = max(running.attempt, done.attempt + 1), 0
             if rising:
                 self._take_back(entry, 0)
-            if done.reason in _BAD_BYTES:
+            if done.reason in _BAD_BYTES and self.index.resident[entry] >> done.level & 1:
                 self.record("remove", tier=tier.name, chunk=chunk, reason=done.reason)
                 self._leave(entry, done.level, done.reason)
-        elif rising:
-            self._confirm(entry, 0)
-            self.record("promote", tier=self.tiers[0].name, chunk=chunk, nbytes=done.nbytes)
+            return -1
+        if not rising:
+            return -1
+        self.record("promote", tier=self.tiers[0].name, chunk=chunk, nbytes=done.nbytes)
+        return self._confirm(entry, 0)
 
     def adopt(self, level: int, found: Iterable[StoredChunk]) -> list[Order]:
-        """Take over what a tier held before this start, oldest use first. Returns orders to erase what has no room."""
-        tier, orders, found = self.tiers[level], [], list(found)
-        for stored in sorted(found, key=lambda s: s.start):  # parents before their children
-            self.index.add(stored.key, stored.parent, stored.start, stored.stop)
-        for stored in found:
-            entry = self.index.add(stored.key, stored.parent, stored.start, stored.stop)
-            if entry in tier:
-                continue
-            self._make_room(level, stored.nbytes, orders, stored.key)
-            if not tier.fits(stored.nbytes):
+        """Take over what a tier held before this start, oldest use first. Returns orders to erase what has no room.
+
+        What was used last stays, together with all that stands before it.
+        """
+        tier, orders, adopted = self.tiers[level], [], []
+        for stored in _latest_first([s for s in found if self.index.find(s.key) not in tier]):
+            orphan = stored.start and not self._reachable(stored.parent) and stored.parent in self._departed
+            if orphan or not tier.fits(stored.nbytes):
                 orders.append(Erase(stored.key, level))
-                self.index.clear(entry, level)
+                self._remember_departure(stored.key, "evicted")
                 continue
+            entry = self.index.add(stored.key, stored.parent, stored.start, stored.stop)
             tier.reserve(entry, stored.nbytes)
             self.index.set_resident(entry, level)
-            self._settle([entry])
+            adopted.append(entry)
+        self._settle(adopted, [level])
         return orders
 
     def clear(self) -> list[Order]:
@@ -263,8 +281,8 @@ class ControlPlane:
         orders: list[Order] = []
         for level, tier in enumerate(self.tiers):
             for entry in sorted(tier.entries(), key=lambda e: -self.index.depths[e]):
-                if self.index.pending[entry] >> level & 1 or self.index.in_use(entry):
-                    continue
+                if self.index.pending[entry] or self.index.in_use(entry):
+                    continue  # a transfer reads or fills it
                 chunk = self._chunk(entry)
                 self.record("remove", tier=tier.name, chunk=chunk, reason="cleared")
                 if tier is not self.memory:
@@ -317,7 +335,7 @@ class ControlPlane:
 
         for victim in tier.room(nbytes, keep, incoming):
             chunk = self._chunk(victim)
-            self.record("evict", tier=tier.name, chunk=chunk, nbytes=nbytes, reason="capacity")
+            self.record("evict", tier=tier.name, chunk=chunk, nbytes=tier.chunk_nbytes, reason="capacity")
             self.index.use(victim)
             if goes_down and not self.index.resident[victim] >> level + 1:
                 if self._reserve_below(victim, level + 1, orders):
@@ -326,13 +344,24 @@ class ControlPlane:
             if tier is not self.memory:
                 orders.append(Erase(chunk.key, level))
             self._vacate(victim, level, "evicted")
+            if not self.index.anywhere(victim):
+                self.record("drop", tier=tier.name, chunk=chunk, reason="evicted")
             self.index.unuse(victim)
 
-    def _confirm(self, entry: int, level: int) -> None:
+    def _confirm(self, entry: int, level: int) -> int:
         self.index.set_resident(entry, level)
         self._departed.pop(self.index.keys[entry], None)
-        if not self.index.in_use(entry):
-            self._settle([entry])
+        return level
+
+    def _drop(self, request: str, chunk: Chunk, reason: str) -> None:
+        """A chunk that is not stored, for want of room for it or for what stands before it."""
+        self.record("drop", request=request, chunk=chunk, reason=reason)
+        self._remember_departure(chunk.key, reason)
+
+    def _store_failed(self, entry: int, done: Done) -> None:
+        self._take_back(entry, done.level)
+        if done.reason == "tainted" and (running := self._running.get(done.request)):
+            running.attempt, running.planned = max(running.attempt, done.attempt + 1), 0
 
     def _take_back(self, entry: int, level: int) -> None:
         """A store that did not happen: the room is free again."""
@@ -350,15 +379,19 @@ class ControlPlane:
             self._free_slots.append(self.index.slots[entry])
             self.index.slots[entry] = -1
         if self.index.is_last_copy(entry, level):
-            self._departed[self.index.keys[entry]] = reason
-            while len(self._departed) > _REMEMBERED_DEPARTURES:
-                self._departed.popitem(last=False)
+            self._remember_departure(self.index.keys[entry], reason)
         self.index.clear(entry, level)
 
-    def _settle(self, entries: Sequence[int]) -> None:
+    def _remember_departure(self, key: bytes, reason: str) -> None:
+        self._departed[key] = reason
+        while len(self._departed) > _REMEMBERED_DEPARTURES:
+            self._departed.popitem(last=False)
+
+    def _settle(self, entries: Sequence[int], levels: Iterable[int] | None = None) -> None:
         """The chunks of one request, prefix first, enter each tier's order or are touched there."""
         self._served += 1
-        for level, tier in enumerate(self.tiers):
+        for level in range(len(self.tiers)) if levels is None else levels:
+            tier = self.tiers[level]
             tier.begin(self._served, self._clock())
             for entry in entries:
                 if self.index.resident[entry] >> level & 1 and entry in tier:
@@ -388,6 +421,13 @@ class ControlPlane:
         self.tiers[level].hold(entry)
         running.holds.append((self.tiers[level], entry))
 
+    def _hold_fastest(self, running: _Running, entry: int) -> int:
+        """Hold a chunk in the fastest tier that has it; returns the tier's level, or -1."""
+        level = self.index.level(entry)
+        if level >= 0:
+            self._hold(running, level, entry)
+        return level
+
     def _hold_resident(self, running: _Running, entry: int) -> None:
         for level, tier in enumerate(self.tiers):
             if entry in tier:
@@ -396,7 +436,10 @@ class ControlPlane:
     def _promote(self, running: _Running, entry: int, orders: list[Order]) -> int:
         if self.memory is None or entry in self.memory:
             return STAGING
-        return self._arena_slot(entry, orders)
+        slot = self._arena_slot(entry, orders)
+        if slot != STAGING:
+            self._rising[entry] = (running.name, running.attempt)
+        return slot
 
     def _reachable(self, parent: bytes) -> bool:
         entry = self.index.find(parent)
@@ -408,3 +451,12 @@ class ControlPlane:
         parent = index.parents[entry]
         above = index.keys[parent] if parent >= 0 else b""
         return Chunk(index.keys[entry], above or b"", index.starts[entry], index.stops[entry], b"")
+
+
+def _latest_first(found: Sequence[StoredChunk]) -> list[StoredChunk]:
+    """Sorted from the latest use to the oldest, given the reverse; a use of a chunk is one of all before it."""
+    age = {stored.key: number for number, stored in enumerate(found)}
+    for stored in sorted(found, key=lambda s: -s.start):
+        if stored.parent in age:
+            age[stored.parent] = max(age[stored.parent], age[stored.key])
+    return sorted(found, key=lambda s: (-age[s.key], s.start))

@@ -22,7 +22,8 @@ class Explanation:
         hit_tokens: What would be loaded now.
         hit_tiers: Tier of each hit chunk, in order.
         chunk_tokens: Tokens of a chunk.
-        shared_tokens: The longest prefix that it shares with one of the prompts served last, to the token.
+        shared_tokens: The longest prefix that it shares with one of the prompts served last under the same identity
+            and scope, to the token.
         miss_reason: Why the first chunk that does not hit does not; "" if all hit.
     """
 
@@ -64,7 +65,8 @@ def explain_chain(control: "ControlPlane", chain: ChunkChain) -> Explanation:
     tiers = [control.tiers[control.index.level(control.index.find(chain[n].key))].name for n in range(hit_chunks)]
     reason = control.miss_reason(chain[hit_chunks]) if hit_chunks < len(chain) else ""
     tokens = chain.tokens()
-    shared = max((_common_prefix(tokens, other) for other in control.recent_prompts), default=0)
+    others = (other for root, other in control.recent_prompts if root == chain.root)
+    shared = max((_common_prefix(tokens, other) for other in others), default=0)
     return Explanation(len(tokens), hit_chunks * chain.chunk_tokens, tuple(tiers), chain.chunk_tokens, shared, reason)
 
 

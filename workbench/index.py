@@ -1,6 +1,6 @@
 """Which chunks the engine knows, and in which tiers each one lies: the control plane's only table.
 
-An entry is a small integer, recycled when its chunk is gone everywhere and has no child left. Columns are flat arrays,
+An entry is a small integer, recycled when its chunk is gone everywhere and no known chunk names it as its parent. Columns are flat arrays,
 so that a million chunks stay within a few hundred bytes each.
 """
 
@@ -31,6 +31,7 @@ class ChunkIndex:
         self.resident = array("B")
         self.pending = array("B")
         self._users = array("i")  # running requests that hold the entry, so that it is not recycled
+        self._links = array("i")  # known entries that name this one as their parent, resident or not
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -42,13 +43,14 @@ class ChunkIndex:
     def add(self, key: bytes, parent: bytes, start: int, stop: int) -> int:
         """Entry of a chunk, made if there is none. Its parent need not be known."""
         entry = self._entries.get(key, -1)
-        if entry >= 0:
-            return entry
         above = self._entries.get(parent, -1)
-        depth = self.depths[above] + 1 if above >= 0 else 0
-        row = (above, depth, start, stop, 0, -1, 0, 0, 0)
+        if entry >= 0:
+            if self.parents[entry] < 0 <= above:
+                self._link(entry, above)
+            return entry
+        row = (-1, 0, start, stop, 0, -1, 0, 0, 0, 0)
         columns = (self.parents, self.depths, self.starts, self.stops, self.children, self.slots,
-                   self.resident, self.pending, self._users)  # fmt: skip
+                   self.resident, self.pending, self._users, self._links)  # fmt: skip
         if self._free:
             entry = self._free.pop()
             self.keys[entry] = key
@@ -60,7 +62,14 @@ class ChunkIndex:
             for column, value in zip(columns, row, strict=True):
                 column.append(value)
         self._entries[key] = entry
+        if above >= 0:
+            self._link(entry, above)
         return entry
+
+    def _link(self, entry: int, parent: int) -> None:
+        self.parents[entry], self.depths[entry] = parent, self.depths[parent] + 1
+        self._links[parent] += 1
+        self.children[parent] += self.anywhere(entry)
 
     def add_chunk(self, chunk: Chunk) -> int:
         return self.add(chunk.key, chunk.parent, chunk.start, chunk.stop)
@@ -94,13 +103,17 @@ class ChunkIndex:
         """Whether a running request counts on the chunk."""
         return self._users[entry] > 0
 
+    def anywhere(self, entry: int) -> bool:
+        """Whether the chunk lies in any tier or is on its way into one."""
+        return bool(self.resident[entry] | self.pending[entry])
+
     def is_last_copy(self, entry: int, level: int) -> bool:
         return not (self.resident[entry] | self.pending[entry]) & ~(1 << level)
 
     def _change(self, entry: int, resident: int, pending: int) -> None:
-        before = bool(self.resident[entry] | self.pending[entry])
+        before = self.anywhere(entry)
         self.resident[entry], self.pending[entry] = resident, pending
-        after = bool(resident | pending)
+        after = self.anywhere(entry)
         parent = self.parents[entry]
         if before != after and parent >= 0:
             self.children[parent] += 1 if after else -1
@@ -111,10 +124,11 @@ class ChunkIndex:
         """Forget entries that nothing refers to any more, upwards."""
         while entry >= 0:
             key = self.keys[entry]
-            held = self.resident[entry] or self.pending[entry] or self.children[entry] or self._users[entry]
-            if key is None or held:
+            if key is None or self.anywhere(entry) or self._links[entry] or self._users[entry]:
                 return
             del self._entries[key]
             self.keys[entry] = None
             self._free.append(entry)
             entry = self.parents[entry]
+            if entry >= 0:
+                self._links[entry] -= 1

@@ -6,7 +6,8 @@
     Erase   (queue, behind the writes)
 
 Gathers and scatters happen inside `run`, so no page is read or written after the caller took it back. Writes to slower
-tiers happen in one thread behind a queue; the control plane holds the arena slot until the write is reported.
+tiers happen in one thread behind a queue; the control plane holds the arena slot until the write is reported, and a slot
+that a queued write has still to read is not filled anew whatever the control plane says.
 """
 
 import logging
@@ -14,13 +15,14 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import xxhash
 
 from kernels.pages import PageTable, gather_pages, scatter_pages
+from workbench.chunks import Chunk
 from workbench.errors import CapacityError
 from workbench.layout import KVLayout
 from workbench.orders import STAGING, Done, Erase, Load, Order, Store, Write
@@ -56,7 +58,8 @@ class Arena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.chunks = np.frombuffer(self._map, np.uint8).reshape(-1, *layout.chunk_shape)
-        self.contents: list[tuple[bytes, bytes] | None] = [None] * len(self.chunks)  # (key, tokens) of each slot
+        self.contents: list[Chunk | None] = [None] * len(self.chunks)  # None: empty, or being filled
+        self.leaving = [0] * len(self.chunks)  # queued writes that will read each slot
         self.loading = range(slots + staging, slots + staging + loading)
         self._staging = list(range(slots, slots + staging))
         self._lock = threading.Lock()
@@ -108,9 +111,11 @@ class DataPlane:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._idle = threading.Condition(self._lock)
         self._queued = 0
+        self._erasing = 0  # erasures in the queue
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="kv-read") if tiers else None
         self._writer = threading.Thread(target=self._write_loop, name="kv-write", daemon=True)
         self._closed = False
+        self._abandoned = False  # closed with writes in the queue: they are not carried out any more
         self._writer.start()
 
     def attach(self, pages: PageTable) -> None:
@@ -156,9 +161,10 @@ class DataPlane:
         if self._closed:
             return
         self._closed = True
-        self.flush(timeout)
+        deadline = time.monotonic() + timeout
+        self._abandoned = not self.flush(timeout)
         self._queue.put(None)
-        self._writer.join(max(0.1, timeout))
+        self._writer.join(max(0.1, deadline - time.monotonic()))
         if self._readers is not None:
             self._readers.shutdown(wait=False, cancel_futures=True)
         for tier in self.tiers:
@@ -173,8 +179,10 @@ class DataPlane:
             case Load():
                 self._run_loads(batch)
             case Write():
+                if self._erasing:
+                    self.flush()  # an erasure in the queue makes the room, or is of an older copy of the same chunk
                 for order in batch:
-                    self._write(order.chunk, order.slot, order.level, "", 0)
+                    self._write(order.chunk.key, order.slot, order.level, "", 0)
             case Erase():
                 for order in batch:
                     self._enqueue(order)
@@ -184,6 +192,10 @@ class DataPlane:
         for order in orders:
             if self._step_tainted or order.attempt <= self._tainted.get(order.request, -1):
                 self._refuse(order, "tainted")
+            elif min(order.blocks) < 0:
+                self._refuse(order, "no block")
+            elif order.slot != STAGING and self.arena.leaving[order.slot]:
+                self._refuse(order, "slot busy")
             elif (slot := order.slot if order.slot != STAGING else self.arena.borrow()) == STAGING:
                 self._refuse(order, "queue full")
             else:
@@ -191,17 +203,32 @@ class DataPlane:
         if not wanted:
             return
         start = time.perf_counter()
-        slots = np.array([slot for _, slot in wanted], np.int64)
-        gather_pages(self._pages, np.array([o.blocks for o, _ in wanted], np.int64), self.arena.chunks, slots)
+        if reason := self._gather(wanted):
+            for order, slot in wanted:
+                if order.slot == STAGING:
+                    self.arena.give_back(slot)
+                self._refuse(order, reason)
+            return
         seconds = (time.perf_counter() - start) / len(wanted)
         for order, slot in wanted:
-            self.arena.contents[slot] = (order.chunk.key, order.chunk.tokens)
+            self.arena.contents[slot] = order.chunk
             if self.verify:
                 self._digests[order.chunk.key] = xxhash.xxh3_128_digest(self.arena.chunks[slot])
             if order.slot != STAGING:
                 self._done("store", order, 0, self.layout.chunk_nbytes, seconds, "")
             if order.write_to:
                 self._enqueue((order, slot))
+
+    def _gather(self, wanted: Sequence[tuple[Store, int]]) -> str:
+        for _, slot in wanted:
+            self.arena.contents[slot] = None
+        slots = np.array([slot for _, slot in wanted], np.int64)
+        try:
+            gather_pages(self._pages, np.array([o.blocks for o, _ in wanted], np.int64), self.arena.chunks, slots)
+        except ValueError:  # block ids that the pages do not have: every order is answered, or its slot is lost
+            logger.exception("pages could not be gathered")
+            return "raised ValueError"
+        return ""
 
     def _refuse(self, order: Store, reason: str) -> None:
         if order.slot != STAGING:
@@ -211,29 +238,38 @@ class DataPlane:
 
     def _run_loads(self, orders: Sequence[Load]) -> None:
         """Chunks with an arena slot move in one launch; those that only pass through, as many as there are slots."""
-        passing = [order for order in orders if order.slot == STAGING]
-        staying = [order for order in orders if order.slot != STAGING]
-        if staying:
-            self._load_wave(staying, [order.slot for order in staying])
-        for at in range(0, len(passing), max(1, len(self.arena.loading))):
-            wave = passing[at : at + len(self.arena.loading)]
-            self._load_wave(wave, self.arena.loading[: len(wave)])
+        for group in _apart(orders):
+            passing = [order for order in group if order.slot == STAGING]
+            staying = [order for order in group if order.slot != STAGING]
+            if staying:
+                self._load_wave(staying, [order.slot for order in staying])
+            width = len(self.arena.loading) or len(passing)
+            for at in range(0, len(passing), width or 1):
+                wave = passing[at : at + width]
+                self._load_wave(wave, self.arena.loading[: len(wave)] or [STAGING] * len(wave))
 
     def _load_wave(self, orders: Sequence[Load], slots: Sequence[int]) -> None:
         start = time.perf_counter()
         reasons = self._fetch(orders, slots)
         good = [i for i, reason in enumerate(reasons) if not reason]
-        if good:
-            blocks = np.array([orders[i].blocks for i in good], np.int64)
-            scatter_pages(self.arena.chunks, np.array([slots[i] for i in good], np.int64), self._pages, blocks)
+        if good and (fault := self._scatter([slots[i] for i in good], [orders[i].blocks for i in good])):
+            reasons = [reason or fault for reason in reasons]
         seconds = (time.perf_counter() - start) / len(orders)
         for order, reason in zip(orders, reasons, strict=True):
-            if not reason and self.verify:
-                reason = self._check_pages(order)
+            if not reason and self.verify and (reason := self._check_pages(order)) and order.level >= self.first_level:
+                self.tiers[order.level - self.first_level].erase(order.chunk.key)
             if reason:
                 self._load_failed(order)
             moved = sum(block >= 0 for block in order.blocks) * self.layout.page_nbytes * self.layout.num_layers
             self._done("load", order, order.level, 0 if reason else moved, seconds, reason)
+
+    def _scatter(self, slots: Sequence[int], blocks: Sequence[tuple[int, ...]]) -> str:
+        try:
+            scatter_pages(self.arena.chunks, np.array(slots, np.int64), self._pages, np.array(blocks, np.int64))
+        except ValueError:  # block ids that the pages do not have
+            logger.exception("pages could not be scattered")
+            return "raised ValueError"
+        return ""
 
     def _fetch(self, orders: Sequence[Load], slots: Sequence[int]) -> list[str]:
         """Bring each chunk into its slot; "" or the reason why not."""
@@ -244,15 +280,23 @@ class DataPlane:
     def _fetch_one(self, order: Load, slot: int) -> str:
         if order.level < self.first_level:
             return self._check_slot(order, slot)
-        reason = self.tiers[order.level - self.first_level].read(order.chunk, self.arena.chunks[slot].reshape(-1))
-        self.arena.contents[slot] = None if reason else (order.chunk.key, order.chunk.tokens)
+        if self.arena.leaving[slot]:
+            return "slot busy"
+        tier = self.tiers[order.level - self.first_level]
+        self.arena.contents[slot] = None
+        try:
+            reason = tier.read(order.chunk, self.arena.chunks[slot].reshape(-1))
+        except Exception as error:  # a tier breaks its promise: a miss, not an end of the request
+            logger.exception("tier %s raised while reading", tier.name)
+            reason = f"raised {type(error).__name__}"
+        self.arena.contents[slot] = None if reason else order.chunk
         return reason
 
     def _check_slot(self, order: Load, slot: int) -> str:
         contents = self.arena.contents[slot]
-        if contents is None:
+        if order.slot == STAGING or contents is None:
             return "absent"
-        return "" if contents == (order.chunk.key, order.chunk.tokens) else "mismatch"
+        return "" if contents == order.chunk else "mismatch"
 
     def _check_pages(self, order: Load) -> str:
         """Compare what now lies in the pages with the digest of what was stored, where the whole chunk was loaded."""
@@ -271,38 +315,82 @@ class DataPlane:
 
     # ---------------------------------------------------------------- the writing thread
 
-    def _enqueue(self, work: object) -> None:
-        with self._lock:
-            self._queued += 1
+    def _enqueue(self, work: Erase | tuple[Store, int]) -> None:
+        self._count_queued(work, 1)
         self._queue.put(work)
+
+    def _count_queued(self, work: Erase | tuple[Store, int], change: int) -> None:
+        with self._idle:
+            self._queued += change
+            if isinstance(work, Erase):
+                self._erasing += change
+            else:
+                self.arena.leaving[work[1]] += change
+            self._idle.notify_all()
 
     def _write_loop(self) -> None:
         while (work := self._queue.get()) is not None:
             if isinstance(work, Erase):
-                self.tiers[work.level - self.first_level].erase(work.key)
+                self._erase(work)
             else:
                 order, slot = work
                 for level in order.write_to:
-                    self._write(order.chunk, slot, level, order.request, order.attempt)
+                    self._write(order.chunk.key, slot, level, order.request, order.attempt)
                 if order.slot == STAGING:
                     self.arena.give_back(slot)
-            with self._idle:
-                self._queued -= 1
-                self._idle.notify_all()
+            self._count_queued(work, -1)
 
-    def _write(self, chunk, slot: int, level: int, request: str, attempt: int) -> None:
-        start = time.perf_counter()
-        payload = self.arena.chunks[slot].reshape(-1)
+    def _erase(self, order: Erase) -> None:
+        tier = self.tiers[order.level - self.first_level]
         try:
-            reason, nbytes = self.tiers[level - self.first_level].write(chunk, payload)
-        except Exception as error:  # a tier breaks its promise: the chunk is lost to it, the thread must live on
-            logger.exception("tier %s raised while writing", self.tiers[level - self.first_level].name)
-            reason, nbytes = f"raised {type(error).__name__}", 0
-        done = Done("write", request, attempt, chunk.key, level, nbytes, time.perf_counter() - start, reason)
+            if not self._abandoned:
+                tier.erase(order.key)
+        except Exception:  # a tier breaks its promise; the thread must live on
+            logger.exception("tier %s raised while erasing", tier.name)
+
+    def _write(self, key: bytes, slot: int, level: int, request: str, attempt: int) -> None:
+        """Copy a slot into a slower tier, if it still holds the chunk that it should."""
+        start, nbytes = time.perf_counter(), 0
+        chunk, tier = self.arena.contents[slot], self.tiers[level - self.first_level]
+        if chunk is None or chunk.key != key:
+            reason = "slot lost"
+        elif self._abandoned:
+            reason = "closed"
+        else:
+            reason, nbytes = self._write_to(tier, chunk, self.arena.chunks[slot].reshape(-1))
+        done = Done("write", request, attempt, key, level, nbytes, time.perf_counter() - start, reason)
         with self._lock:
             self._report.append(done)
+
+    def _write_to(self, tier: Tier, chunk: Chunk, payload: np.ndarray) -> tuple[str, int]:
+        try:
+            reason, nbytes = tier.write(chunk, payload)
+        except Exception as error:  # a tier breaks its promise: the chunk is lost to it, the thread must live on
+            logger.exception("tier %s raised while writing", tier.name)
+            return f"raised {type(error).__name__}", 0
+        if reason == "dedup":
+            self._digests.pop(chunk.key, None)  # what lies there was stored by somebody else, maybe on other hardware
+        return reason, nbytes
 
     def _done(self, kind: str, order: Store | Load, level: int, nbytes: int, seconds: float, reason: str) -> None:
         done = Done(kind, order.request, order.attempt, order.chunk.key, level, nbytes, seconds, reason)
         with self._lock:
             self._report.append(done)
+
+
+def _apart(orders: Sequence[Load]) -> Iterator[list[Load]]:
+    """Cut a list of loads wherever one would use a slot or a block again: one launch moves each place once."""
+    group: list[Load] = []
+    slots: set[int] = set()
+    blocks: set[int] = set()
+    for order in orders:
+        wanted = {block for block in order.blocks if block >= 0}
+        if order.slot in slots or wanted & blocks:
+            yield group
+            group, slots, blocks = [], set(), set()
+        group.append(order)
+        blocks |= wanted
+        if order.slot != STAGING:
+            slots.add(order.slot)
+    if group:
+        yield group

@@ -5,7 +5,7 @@ plain; a function of the policy replaces the one of the same name here. `s[c]` i
 record of scalars, `t` the side table. The names in capitals are answered when the module is written.
 
 A victim is never pinned and never has resident children. A candidate of evict() that may not go is set aside and put
-back, through on_return, where evict() took it from: at once when it becomes free, else when the request settles.
+back, through on_return, where evict() took it from: when its last pin or resident child is gone, or when it is hit.
 Within a request the policy hears of hits and inserts when the request settles, in touch order; until then what was
 hit keeps its old place, and what is new is in no one's order and cannot be a victim.
 """
@@ -59,30 +59,26 @@ def on_child(s, r, t, c):
 
 def set_aside(s, r, t, c):
     s[c]._state = ASIDE
-    s[c]._below = r._aside
-    s[c]._above = -1
-    if r._aside >= 0:
-        s[r._aside]._above = c
-    r._aside = c
 
 
 def put_back(s, r, t, c):
-    below = s[c]._below
-    above = s[c]._above
-    if below >= 0:
-        s[below]._above = above
-    if above >= 0:
-        s[above]._below = below
-    else:
-        r._aside = below
     s[c]._state = ORDERED
     r._held += 1
     on_return(s, r, t, c)
 
 
-def put_all_back(s, r, t):
-    while r._aside >= 0:
-        put_back(s, r, t, r._aside)
+def restore(s, r, t, c):
+    """The candidate stays after all: back to where evict() took it from."""
+    r._held += 1
+    on_return(s, r, t, c)
+
+
+def become_free(s, r, t, c):
+    """Chunk c has lost its last resident child or its last pin: it is a candidate, unless the other holds it."""
+    if s[c]._state == ASIDE:
+        put_back(s, r, t, c)
+    elif s[c]._state == ORDERED:
+        on_leaf(s, r, t, c)
 
 
 def detach(s, r, t, c):
@@ -91,17 +87,14 @@ def detach(s, r, t, c):
     parent = s[c].parent
     if parent >= 0:
         s[parent].children -= 1
-        if s[parent].children == 0:
-            if s[parent]._state == ASIDE and s[parent]._pins == 0:
-                put_back(s, r, t, parent)
-            elif s[parent]._state == ORDERED:
-                on_leaf(s, r, t, parent)
+        if s[parent].children == 0 and s[parent]._pins == 0:
+            become_free(s, r, t, parent)
 
 
 def next_candidate(s, r, t, incoming):
     """Take the next chunk that may go out of the order and return it, or NO_VICTIM, or BROKEN.
 
-    The caller then calls take() or set_aside().
+    The caller then calls take(), set_aside() or restore().
     """
     r.incoming = incoming
     while r._held > 0:
@@ -114,7 +107,7 @@ def next_candidate(s, r, t, incoming):
         r._held -= 1
         if s[c]._state == REMOVED:
             s[c]._state = ABSENT
-            s[c]._below = r._buried  # its index may be used again; the caller collects this list
+            s[c]._next_buried = r._buried  # its index may be used again; the caller collects this list
             r._buried = c
         elif s[c]._pins > 0 or s[c].children > 0:
             set_aside(s, r, t, c)
@@ -159,15 +152,17 @@ def touch_chunk(s, r, t, c):
         if USES_INSERTED:
             s[c].inserted = r.now
         on_insert(s, r, t, c)
-    elif s[c]._state == ORDERED:
+        return
+    if s[c]._state == ASIDE:
+        put_back(s, r, t, c)
+    if s[c]._state == ORDERED:
         if USES_HITS:
             s[c].hits += 1
         on_hit(s, r, t, c)
 
 
 def settle(s, r, t, chunks, start, stop, tail_first):
-    """End of a request: what was set aside returns, then the policy hears of chunks[start:stop] in touch order."""
-    put_all_back(s, r, t)
+    """End of a request: the policy hears of chunks[start:stop] in touch order."""
     if tail_first:
         for i in range(stop - 1, start - 1, -1):
             touch_chunk(s, r, t, chunks[i])
@@ -195,10 +190,8 @@ def withdraw(s, r, t, c):
     return let_go
 
 
-def unpinned(s, r, t, c):
-    """The last pin of c went: a chunk that was set aside or skipped for its pin is a candidate again."""
+def unpin(s, r, t, c):
+    """The last pin of c went."""
+    s[c]._pins = 0
     if s[c].children == 0:
-        if s[c]._state == ASIDE:
-            put_back(s, r, t, c)
-        elif s[c]._state == ORDERED:
-            on_leaf(s, r, t, c)
+        become_free(s, r, t, c)

@@ -61,7 +61,7 @@ class Built:
 
 @dataclass
 class State:
-    """The arrays of one run: `s[c]` is chunk c, `r` the scalars, `t` the side table, `module` the engine's functions."""
+    """One run's arrays: `s[c]` is chunk c, `r` the scalars, `t` the side table; `module` has the engine's functions."""
 
     built: Built
     module: Any
@@ -136,33 +136,34 @@ def build(policy: Any, *, object_semantics: bool = False, loops: Path | None = N
     """
     key = (policy if isinstance(policy, type) else type(policy), object_semantics, loops)
     if key not in _built:
-        _built[key] = _build(key[0], object_semantics, loops, entry_points)
+        _built[key] = _build(policy, object_semantics, loops, entry_points)
     return _built[key]
 
 
 _built: dict[Any, Built] = {}
 
 
-def _build(cls: type, object_semantics: bool, loops: Path | None, entry_points: Any) -> Built:
-    form = form_of(cls)
+def _build(policy: Any, object_semantics: bool, loops: Path | None, entry_points: Any) -> Built:
+    policy = policy() if isinstance(policy, type) else policy
+    cls, form = type(policy), form_of(policy)
     constants = {n: v for n, v in vars(cls).items() if isinstance(v, int | float) and n not in form.scalars}
     templates = [p for p in (None if object_semantics else ORDER, SCORED if form.scored else None, loops) if p]
     try:
         parts = rewrite(form, constants)
         built = _write(form, parts, templates, object_semantics)
         if entry_points is not None:
-            _compile_now(built, parts, cls, entry_points)
+            _compile_now(built, parts, policy, entry_points)
         return built
     except NotCompilableError as error:
         warnings.warn(f"policy {form.name} runs as plain Python, slower: {error}", PlainPolicyWarning, stacklevel=4)
         return _write(form, None, templates, object_semantics)
 
 
-def _compile_now(built: Built, parts: Rewritten, cls: type, entry_points: Any) -> None:
+def _compile_now(built: Built, parts: Rewritten, policy: Any, entry_points: Any) -> None:
     from numba.core.errors import NumbaError
 
     try:
-        entry_points(make_state(built, cls(), chunks=4, capacity=2))
+        entry_points(make_state(built, policy, chunks=4, capacity=2))
     except NumbaError as error:
         raise _blame(built, parts, error) from error
 
@@ -206,8 +207,9 @@ def make_state(built: Built, policy: Any, *, chunks: int, capacity: int, residen
             _write_scalar(r, name, 0)
     for name in form.scalars:
         _write_scalar(r, name, getattr(policy, name))
-    for name, value in dict(_aside=-1, _buried=-1, incoming=-1, capacity=capacity, table_entries=entries).items():
-        _write_scalar(r, name, value)
+    known = dict(_buried=-1, incoming=-1, capacity=capacity, table_entries=entries)
+    for name in known.keys() & set(built.scalar_type.names or ()):
+        _write_scalar(r, name, known[name])
     return State(built, module, s, r, t)
 
 
@@ -301,8 +303,8 @@ def _record_types(form: PolicyForm, mentions: set[str], object_semantics: bool) 
     scalars.update(ENGINE_SCALARS, _broken="i8")
     table = dict(form.table)
     if not object_semantics:
-        chunk.update(parent="i4", children="i4", _pins="i4", _below="i4", _above="i4", _state="u1")
-        scalars.update(_aside="i8", _buried="i8", _held="i8")
+        chunk.update(parent="i4", children="i4", _pins="i4", _next_buried="i4", _state="u1")
+        scalars.update(_buried="i8", _held="i8")
     if form.scored:
         chunk.update(_order="i8")
         scalars.update(_heap="i8", _order="i8")

@@ -139,10 +139,8 @@ class LivePolicy:
             self._pins[slot] = count - 1
             return
         del self._pins[slot]
-        self._state.put(slot, "_pins", 0)
-        if slot in self._index:
-            self._state.module.unpinned(self._state.s, self._state.r, self._state.t, slot)
-        else:  # it was removed while pinned
+        self._state.module.unpin(self._state.s, self._state.r, self._state.t, slot)
+        if slot not in self._index:  # it was removed while pinned
             del self._slot[c]
             self._release(slot)
 
@@ -160,8 +158,8 @@ class LivePolicy:
             PolicyError: evict() named a chunk that is not in the policy's order.
         """
         slot = self._next(keep, incoming)
-        if slot < 0 and (self._batch or self._state.get_scalar("_aside") >= 0):
-            self.settle()  # what is new in this request, or was set aside in it, may be all there is
+        if slot < 0 and self._batch:
+            self.settle()  # what is new in this request may be all there is
             slot = self._next(keep, incoming)
         if slot < 0:
             return -1
@@ -255,7 +253,7 @@ class LivePolicy:
     def _collect_buried(self) -> None:
         state = self._state
         while (slot := state.get_scalar("_buried")) >= 0:
-            state.put_scalar("_buried", state.get(slot, "_below"))
+            state.put_scalar("_buried", state.get(slot, "_next_buried"))
             self._resting.discard(int(slot))
             self._release(int(slot))
 
@@ -272,6 +270,6 @@ def _compile_live(state: State) -> None:
 
     arrays = tuple(typeof(part) for part in (state.s, state.r, state.t))
     chunk = types.int64
-    for name in ("next_candidate", "take", "set_aside", "put_back", "enter", "withdraw", "unpinned", "is_ghost"):
+    for name in ("next_candidate", "take", "set_aside", "put_back", "enter", "withdraw", "unpin", "is_ghost"):
         getattr(state.module, name).compile((*arrays, chunk))
     state.module.settle.compile((*arrays, types.int64[::1], types.intp, types.intp, types.boolean))

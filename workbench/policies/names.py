@@ -73,11 +73,8 @@ def save_policy(name: str, source: str) -> Path:
     draft.write_text(source)
     try:
         module = _load_file(draft)
-        own = [
-            n
-            for n, v in vars(module).items()
-            if isinstance(v, type) and v.__module__ == module.__name__ and "kv_form" in vars(v)
-        ]
+        classes = {n: v for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__}
+        own = [name for name, value in classes.items() if "kv_form" in vars(value)]
         if len(own) != 1:
             raise InvalidInputError(f"the text must define one class decorated with @policy, it defines {len(own)}")
         path.write_text(f"{source.rstrip()}\n\n\n__all__ = [{own[0]!r}]\n")

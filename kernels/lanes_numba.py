@@ -1,0 +1,316 @@
+"""Arithmetic on whole vectors of 16-bit values, for numba kernels: LLVM vectors written out, not left to chance.
+
+numba's loop vectoriser gives up half of the speed on these loops and all of it on short groups, so each step is an
+intrinsic over `lanes` values at an address (32 for the body, 1 for a tail; LLVM cuts them to the machine's width).
+The same definitions as `kernels.floats`: integer operations, comparisons, and float32 add, subtract and multiply with
+one rounding each. No fused multiply-add and no libm call, so the bytes are those of the reference.
+
+Arguments named `kind`, `float16`, `parts`, `width` and `shift` are literals: numbers that are known when the kernel is compiled.
+"""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+__all__ = [
+    "ASYMMETRIC",
+    "E4M3",
+    "E5M2",
+    "SYMMETRIC",
+    "bits_as_float",
+    "decode_row",
+    "encode_row",
+    "float16_as_float",
+    "float_as_bits",
+    "merge_bits",
+    "min_max_row",
+    "spread_bits",
+    "widen_row",
+]
+
+# Kinds of code, as integers: a kernel's closure holds numbers only, or numba could not cache it.
+SYMMETRIC, ASYMMETRIC, E4M3, E5M2 = range(4)
+
+_I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
+_LANES = 32
+_ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer, ties to even, in the low bits
+_ROUND_BITS = 0x4B400000
+
+
+class _Lanes:
+    """Emits operations on vectors of `count` lanes."""
+
+    def __init__(self, builder, count: int):
+        self.builder, self.count = builder, count
+
+    def constant(self, element, value):
+        return ir.Constant(ir.VectorType(element, self.count), [value] * self.count)
+
+    def cast(self, name, value, element):
+        return getattr(self.builder, name)(value, ir.VectorType(element, self.count))
+
+    def splat(self, scalar):
+        undefined = ir.Constant(ir.VectorType(scalar.type, self.count), ir.Undefined)
+        first = self.builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+        return self.builder.shuffle_vector(first, undefined, self.constant(_I32, 0))
+
+    def load(self, address, element):
+        pointer = self.builder.inttoptr(address, ir.VectorType(element, self.count).as_pointer())
+        return self.builder.load(pointer, align=element.width // 8 if element != _F32 else 4)
+
+    def store(self, value, address):
+        pointer = self.builder.inttoptr(address, value.type.as_pointer())
+        self.builder.store(value, pointer, align=1)
+
+    def parameter(self, value):
+        """A float32 for every lane, or the address of one a lane."""
+        return self.splat(value) if value.type == _F32 else self.load(value, _F32)
+
+    def and_(self, value, mask):
+        return self.builder.and_(value, self.constant(value.type.element, mask))
+
+    def shifted(self, name, value, bits):
+        return getattr(self.builder, name)(value, self.constant(value.type.element, bits))
+
+    def plus(self, value, number):
+        return self.builder.add(value, self.constant(value.type.element, number & 0xFFFFFFFF))
+
+    def value_of(self, bits, float16: int):
+        """i16 bits -> float."""
+        if float16:
+            return self.cast("fpext", self.cast("bitcast", bits, ir.HalfType()), _F32)
+        return self.cast("bitcast", self.shifted("shl", self.cast("zext", bits, _I32), 16), _F32)
+
+    def bits_of(self, value, float16: int):
+        """float -> i16 bits, to nearest even."""
+        if float16:
+            return self.cast("bitcast", self.cast("fptrunc", value, ir.HalfType()), _I16)
+        bits = self.cast("bitcast", value, _I32)
+        odd = self.and_(self.shifted("lshr", bits, 16), 1)
+        rounded = self.builder.add(self.plus(bits, 0x7FFF), odd)
+        return self.cast("trunc", self.shifted("lshr", rounded, 16), _I16)
+
+    def rounded(self, value):
+        """float -> i32, to nearest even."""
+        shifted = self.builder.fadd(value, self.constant(_F32, _ROUND))
+        return self.plus(self.cast("bitcast", shifted, _I32), -_ROUND_BITS)
+
+    def order_key(self, bits, kind: int):
+        """i16 bits -> i16 that sorts like the numbers, or like the magnitudes for a symmetric kind."""
+        if kind != ASYMMETRIC:
+            return self.and_(bits, 0x7FFF)
+        return self.builder.xor(bits, self.and_(self.shifted("ashr", bits, 15), 0x7FFF))
+
+    def smallest(self, left, right):
+        return self.builder.select(self.builder.icmp_signed("<", left, right), left, right)
+
+    def largest(self, left, right):
+        return self.builder.select(self.builder.icmp_signed(">", left, right), left, right)
+
+    def reduce(self, name, vector):
+        """smin or smax over the lanes of i16."""
+        function = self.builder.module.declare_intrinsic(
+            f"llvm.vector.reduce.{name}.v{self.count}i16", (), ir.FunctionType(_I16, [vector.type])
+        )
+        return self.builder.call(function, [vector])
+
+    def fp8_bits(self, value, kind: int):
+        """float -> i32 holding the code of e4m3 or e5m2, to nearest even, saturating."""
+        # mantissa bits dropped; bias difference; largest; smallest normal; the number whose ulp is the last subnormal
+        drop, rebias, largest, normal_from, ruler = (
+            (20, 120 << 3, 448.0, 2.0**-6, 16384.0) if kind == E4M3 else (21, 112 << 2, 57344.0, 2.0**-14, 128.0)
+        )
+        builder, bits = self.builder, self.cast("bitcast", value, _I32)
+        magnitude = self.cast("bitcast", self.and_(bits, 0x7FFFFFFF), _F32)
+        limit = self.constant(_F32, largest)
+        magnitude = builder.select(builder.fcmp_ordered("<", magnitude, limit), magnitude, limit)
+        kept = self.cast("bitcast", magnitude, _I32)
+        odd = self.and_(self.shifted("lshr", kept, drop), 1)
+        normal = self.shifted("lshr", builder.add(self.plus(kept, (1 << (drop - 1)) - 1), odd), drop)
+        ruled = builder.fadd(magnitude, self.constant(_F32, ruler))
+        ruler_bits = 0x46800000 if kind == E4M3 else 0x43000000
+        small = builder.fcmp_ordered("<", magnitude, self.constant(_F32, normal_from))
+        subnormal = self.plus(self.cast("bitcast", ruled, _I32), -ruler_bits)
+        code = builder.select(small, subnormal, self.plus(normal, -rebias))
+        return builder.or_(code, self.and_(self.shifted("lshr", bits, 24), 0x80))
+
+    def fp8_value(self, code, kind: int):
+        """i8 codes -> float."""
+        wide = self.cast("zext", code, _I32)
+        magnitude = self.shifted("shl", self.and_(wide, 0x7F), 20 if kind == E4M3 else 21)
+        bits = self.builder.or_(magnitude, self.shifted("shl", self.and_(wide, 0x80), 24))
+        factor = 2.0**120 if kind == E4M3 else 2.0**112
+        return self.builder.fmul(self.cast("bitcast", bits, _F32), self.constant(_F32, factor))
+
+
+def _each_vector(context, builder, count, body) -> None:
+    """Emit body(lanes, first lane) over `count` lanes: whole vectors, then one by one."""
+    width = context.get_constant(types.intp, _LANES)
+    whole = builder.sub(count, builder.srem(count, width))
+    zero, one = context.get_constant(types.intp, 0), context.get_constant(types.intp, 1)
+    for lanes, start, stop, step in ((_LANES, zero, whole, width), (1, whole, count, one)):
+        with cgutils.for_range_slice(builder, start, stop, step, count.type) as (index, _):
+            body(_Lanes(builder, lanes), index)
+
+
+def _step(builder, address, index, nbytes: int):
+    return builder.add(address, builder.mul(index, ir.Constant(index.type, nbytes)))
+
+
+@intrinsic(prefer_literal=True)
+def encode_row(typing_context, source, target, count, inverse, zero, kind, float16):
+    """Encode `count` values at an address: code((value - zero) * inverse).
+
+    `inverse` and `zero` are float32, or (both) addresses of one float32 a value.
+    """
+    each = isinstance(inverse, types.Integer)
+
+    def codegen(context, builder, signature, args):
+        def body(emit, index):
+            inverse, zero = (_step(builder, a, index, 4) if each else a for a in args[3:5])
+            value = emit.value_of(emit.load(_step(builder, args[0], index, 2), _I16), float16.literal_value)
+            if kind.literal_value == ASYMMETRIC:
+                value = builder.fsub(value, emit.parameter(zero))
+            value = builder.fmul(value, emit.parameter(inverse))
+            fp8 = kind.literal_value in (E4M3, E5M2)
+            code = emit.fp8_bits(value, kind.literal_value) if fp8 else emit.rounded(value)
+            emit.store(emit.cast("trunc", code, _I8), builder.add(args[1], index))
+
+        _each_vector(context, builder, args[2], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, inverse, zero, kind, float16), codegen
+
+
+@intrinsic(prefer_literal=True)
+def decode_row(typing_context, source, target, count, scale, zero, kind, float16):
+    """Decode `count` codes at an address: code * scale + zero, rounded to the dtype; `scale` and `zero` as above."""
+    each = isinstance(scale, types.Integer)
+
+    def codegen(context, builder, signature, args):
+        def body(emit, index):
+            scale, zero = (_step(builder, a, index, 4) if each else a for a in args[3:5])
+            code = emit.load(builder.add(args[0], index), _I8)
+            if kind.literal_value in (E4M3, E5M2):
+                number = emit.fp8_value(code, kind.literal_value)
+            else:
+                widen = "sext" if kind.literal_value == SYMMETRIC else "zext"
+                number = emit.cast("sitofp", emit.cast(widen, code, _I32), _F32)
+            value = builder.fmul(number, emit.parameter(scale))
+            if kind.literal_value == ASYMMETRIC:
+                value = builder.fadd(value, emit.parameter(zero))
+            emit.store(emit.bits_of(value, float16.literal_value), _step(builder, args[1], index, 2))
+
+        _each_vector(context, builder, args[2], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, scale, zero, kind, float16), codegen
+
+
+@intrinsic(prefer_literal=True)
+def widen_row(typing_context, source, low, high, count, kind):
+    """Widen `count` ranges of order keys (magnitudes, for a symmetric kind), int16 at two addresses, by one value each."""
+
+    def codegen(context, builder, signature, args):
+        def body(emit, index):
+            source, low, high = (_step(builder, a, index, 2) for a in args[:3])
+            key = emit.order_key(emit.load(source, _I16), kind.literal_value)
+            emit.store(emit.smallest(key, emit.load(low, _I16)), low)
+            emit.store(emit.largest(key, emit.load(high, _I16)), high)
+
+        _each_vector(context, builder, args[3], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64, kind), codegen
+
+
+@intrinsic(prefer_literal=True)
+def min_max_row(typing_context, source, count, low, high, kind):
+    """(low, high) widened by the order keys (magnitudes, for a symmetric kind) of `count` values at an address."""
+
+    def codegen(context, builder, signature, args):
+        wide = _Lanes(builder, _LANES)
+        ranges = [cgutils.alloca_once_value(builder, wide.splat(end)) for end in args[2:4]]
+
+        def body(emit, index):
+            key = emit.order_key(emit.load(_step(builder, args[0], index, 2), _I16), kind.literal_value)
+            key = key if emit.count > 1 else wide.splat(builder.extract_element(key, ir.Constant(_I32, 0)))
+            for place, nearer in zip(ranges, (wide.smallest, wide.largest), strict=True):
+                builder.store(nearer(key, builder.load(place)), place)
+
+        _each_vector(context, builder, args[1], body)
+        ends = [wide.reduce(*end) for end in zip(("smin", "smax"), map(builder.load, ranges), strict=True)]
+        return context.make_tuple(builder, signature.return_type, ends)
+
+    return types.UniTuple(types.int16, 2)(types.int64, types.int64, types.int16, types.int16, kind), codegen
+
+
+@intrinsic(prefer_literal=True)
+def merge_bits(typing_context, source, target, count, parts, width, shift):
+    """Pack codes: byte j = OR over i of bits [shift, shift + width) of source[j + i * count], moved to i * width."""
+
+    def codegen(context, builder, signature, args):
+        def body(emit, index):
+            packed = emit.constant(_I8, 0)
+            for i in range(parts.literal_value):
+                offset = builder.add(index, _step(builder, ir.Constant(args[0].type, 0), args[2], i))
+                code = emit.shifted("lshr", emit.load(builder.add(args[0], offset), _I8), shift.literal_value)
+                code = emit.and_(code, (1 << width.literal_value) - 1)
+                packed = builder.or_(packed, emit.shifted("shl", code, i * width.literal_value))
+            emit.store(packed, builder.add(args[1], index))
+
+        _each_vector(context, builder, args[2], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, parts, width, shift), codegen
+
+
+@intrinsic(prefer_literal=True)
+def spread_bits(typing_context, source, target, count, parts, width, shift):
+    """The inverse of `merge_bits`: target[j + i * count] = its bits, ORed to what is there where shift > 0."""
+
+    def codegen(context, builder, signature, args):
+        def body(emit, index):
+            packed = emit.load(builder.add(args[0], index), _I8)
+            for i in range(parts.literal_value):
+                code = emit.and_(emit.shifted("lshr", packed, i * width.literal_value), (1 << width.literal_value) - 1)
+                code = emit.shifted("shl", code, shift.literal_value)
+                offset = builder.add(index, _step(builder, ir.Constant(args[0].type, 0), args[2], i))
+                place = builder.add(args[1], offset)
+                emit.store(builder.or_(code, emit.load(place, _I8)) if shift.literal_value else code, place)
+
+        _each_vector(context, builder, args[2], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, parts, width, shift), codegen
+
+
+@intrinsic
+def bits_as_float(typing_context, bits):
+    """uint32 bits -> the float32 they are."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], _F32)
+
+    return types.float32(types.uint32), codegen
+
+
+@intrinsic
+def float_as_bits(typing_context, value):
+    """float32 -> its uint32 bits."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], _I32)
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def float16_as_float(typing_context, bits):
+    """uint16 bits of a float16 -> float32."""
+
+    def codegen(context, builder, signature, args):
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), _F32)
+
+    return types.float32(types.uint16), codegen

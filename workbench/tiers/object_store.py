@@ -1,0 +1,277 @@
+"""Object stores through obstore: S3 and its kin, Google Cloud Storage, Azure, a local directory, memory.
+
+    contains  HEAD x n, side by side
+    read      one ranged GET a record: its first bytes, and the object's size with them
+    write     PUT if there is none yet (first writer wins); a store that knows no condition is asked before
+
+Requests run in an event loop of the tier's own, so that each one can be given up at its deadline, whatever the server
+does; a transfer under way is watched piece by piece. obstore's own retries are off: the breaker decides when to ask
+again. Records are copied once in each direction, out of and into obstore's memory.
+"""
+
+import asyncio
+import re
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import obstore
+from obstore import exceptions
+from obstore.store import from_url
+
+from workbench.chunks import Chunk
+from workbench.errors import InvalidInputError
+from workbench.record import header_nbytes
+from workbench.tiers.remote import Pace, RemoteFault, RemoteTier, Written
+from workbench.tiers.sealed import Seal
+
+__all__ = ["ObjectStoreTier"]
+
+_PIECE = 1 << 20  # a download is watched in steps of this size
+_AT_ONCE = 16  # requests side by side
+_STATUS = re.compile(r"status code: (\d{3})")
+
+
+class ObjectStoreTier(RemoteTier):
+    """Records under `<prefix>/<first two hex digits>/<key in hex>.kv` in one bucket or directory.
+
+    Credentials come from the environment, as each provider's own tools take them, or from `options`.
+
+    Args:
+        url: s3://bucket/prefix, gs://, az://, file:///directory, memory:///.
+        identity: Digest that is written into each header.
+        options: Settings of the store by obstore's names, as in {"endpoint": "http://127.0.0.1:9000"}.
+        client_options: Settings of the HTTP client by obstore's names, as in {"allow_http": True}.
+        timeout_seconds: The longest that a call waits for a silent server, connecting included.
+        min_bytes_per_second: A transfer slower than this counts as silence.
+        seal: Signs records; see `workbench.tiers.sealed`.
+
+    Raises:
+        InvalidInputError: A URL or an option that obstore does not know.
+    """
+
+    name = "object_store"
+
+    def __init__(self, url: str, *, identity: bytes = bytes(32), options: dict[str, Any] | None = None,
+                 client_options: dict[str, Any] | None = None, timeout_seconds: float = 0.25,
+                 min_bytes_per_second: float = 10e6, seal: Seal | None = None):  # fmt: skip
+        super().__init__(identity=identity, timeout_seconds=timeout_seconds,
+                         min_bytes_per_second=min_bytes_per_second, seal=seal)  # fmt: skip
+        self.url = url
+        self._store = _open_store(url, options or {}, client_options or {}, timeout_seconds)
+        self._conditional = True  # until the store says that it knows no condition
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    # ---------------------------------------------------------------- the five methods of a medium
+
+    def _find(self, keys: Sequence[bytes], found: list[bool]) -> None:
+        async def find(i: int, pace: Pace) -> None:
+            try:
+                found[i] = (await self._head(keys[i], pace)) is not None
+            except RemoteFault as fault:
+                if fault.outage:
+                    raise
+
+        self._run([lambda pace, i=i: find(i, pace) for i in range(len(keys))], one_pace=True)
+
+    def _fetch(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray], reasons: list[str | None]) -> None:
+        async def fetch(i: int, pace: Pace) -> None:
+            try:
+                reasons[i] = await self._get(chunks[i], outs[i], pace)
+            except RemoteFault as fault:
+                reasons[i] = fault.reason
+                if fault.outage:
+                    raise
+
+        self._run([lambda pace, i=i: fetch(i, pace) for i in range(len(chunks))])
+
+    def _send(self, chunks: Sequence[Chunk], payloads: Sequence[np.ndarray], outcomes: list[Written | None]) -> None:
+        async def send(i: int, pace: Pace) -> None:
+            outcomes[i] = await self._put(chunks[i], payloads[i], pace)
+
+        try:
+            for i in range(len(chunks)):  # one after the other: each is a copy of a record
+                self._run([lambda pace, i=i: send(i, pace)])
+        except RemoteFault as fault:
+            self._rest_writes(fault.reason)
+            raise
+
+    def _remove(self, keys: Sequence[bytes]) -> None:
+        async def remove(key: bytes, pace: Pace) -> None:
+            await _within(pace, obstore.delete_async(self._store, _path(key)))
+
+        self._run([lambda pace, key=key: remove(key, pace) for key in keys], one_pace=True)
+
+    def _release(self) -> None:
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+    # ---------------------------------------------------------------- requests
+
+    async def _head(self, key: bytes, pace: Pace) -> int | None:
+        """Size of a record, None if there is none."""
+        try:
+            return (await _within(pace, obstore.head_async(self._store, _path(key))))["size"]
+        except FileNotFoundError:
+            return None
+
+    async def _get(self, chunk: Chunk, out: np.ndarray, pace: Pace) -> str:
+        expected = self.nbytes_of(out.nbytes, chunk.num_tokens)
+        options: obstore.GetOptions = {"range": (0, expected)}
+        try:
+            result = await _within(pace, obstore.get_async(self._store, _path(chunk.key), options=options))
+        except FileNotFoundError:
+            return "absent"
+        if result.meta["size"] != expected:
+            return self._judge_length(result.meta["size"], expected)
+        if result.range != (0, expected):
+            raise RemoteFault("not the range asked for", outage=True)
+        head, tag = bytearray(header_nbytes(chunk.num_tokens)), bytearray(self._tag_nbytes)
+        stream = aiter(result.stream(min_chunk_size=_PIECE))
+        await _scatter(stream, [memoryview(head), memoryview(out), memoryview(tag)], pace)
+        return await asyncio.to_thread(self._judge, chunk, head, out, tag)
+
+    async def _put(self, chunk: Chunk, payload: np.ndarray, pace: Pace) -> Written:
+        size = self.nbytes_of(payload.nbytes, chunk.num_tokens)
+        present = await self._head(chunk.key, pace)
+        if present == size:
+            return "dedup", 0
+        pace.moved(size)  # nothing is heard of an upload before its end: it gets the time that the slowest may take
+        header, tag = self._record(chunk, payload)
+        record = b"".join((header, payload, tag))
+        create = self._conditional and present is None
+        try:
+            await _within(pace, self._upload(chunk.key, record, "create" if create else "overwrite"), whole=True)
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            return "dedup", 0
+        except exceptions.NotSupportedError:
+            self._conditional = False
+            await _within(pace, self._upload(chunk.key, record, "overwrite"), whole=True)
+        except FileNotFoundError:
+            raise RemoteFault("no such bucket", outage=False) from None
+        return "", size
+
+    def _upload(self, key: bytes, record: bytes, mode: obstore.PutMode) -> Awaitable[Any]:
+        return obstore.put_async(self._store, _path(key), record, mode=mode, use_multipart=False)
+
+    # ---------------------------------------------------------------- the event loop
+
+    def _run(self, requests: Sequence[Callable[[Pace], Coroutine]], *, one_pace: bool = False) -> None:
+        """Run requests side by side and wait for all; raises the first RemoteFault.
+
+        Each has its own deadline from the moment it starts, or all share one.
+        """
+
+        async def run_all() -> None:
+            shared, places = self._pace(), asyncio.Semaphore(len(requests) if one_pace else _AT_ONCE)
+
+            async def run_one(request: Callable[[Pace], Coroutine]) -> None:
+                async with places:
+                    await request(shared if one_pace else self._pace())
+
+            for outcome in await asyncio.gather(*map(run_one, requests), return_exceptions=True):
+                if outcome is not None:
+                    raise outcome
+
+        asyncio.run_coroutine_threadsafe(run_all(), self._running_loop()).result()
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_serve, args=(self._loop,), name="kv-object-store", daemon=True).start()
+            return self._loop
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+async def _within(pace: Pace, request: Awaitable[Any], *, whole: bool = False) -> Any:
+    """Await one answer of the store, at most as long as the pace allows; its errors by our names.
+
+    What says only that something is or is not there is passed on: the caller knows what it means.
+    """
+    try:
+        return await asyncio.wait_for(request, pace.left_whole() if whole else pace.left())
+    except TimeoutError:
+        raise RemoteFault("timeout", outage=True) from None
+    except (FileNotFoundError, exceptions.AlreadyExistsError, exceptions.PreconditionError,
+            exceptions.NotSupportedError):  # fmt: skip
+        raise
+    except (exceptions.BaseError, OSError) as error:
+        raise _fault(error) from None
+
+
+async def _scatter(stream, views: list[memoryview], pace: Pace) -> None:
+    """Copy a stream into buffers one after the other; it must fill them and end."""
+    views = [view for view in views if len(view)]
+    while True:
+        piece = await _within(pace, _next(stream))
+        if piece is None:
+            break
+        pace.moved(len(piece))
+        left = memoryview(piece)
+        while len(left):
+            if not views:
+                raise RemoteFault("not the range asked for", outage=True)
+            n = min(len(left), len(views[0]))
+            views[0][:n] = left[:n]
+            left, views = left[n:], [views[0][n:], *views[1:]] if n < len(views[0]) else views[1:]
+    if views:
+        raise RemoteFault("disconnected", outage=True)
+
+
+async def _next(stream) -> Any:
+    return await anext(stream, None)
+
+
+def _fault(error: Exception) -> RemoteFault:
+    """A named fault for an error of obstore; of its text only the status and the kind are used."""
+    text = str(error)
+    if isinstance(error, exceptions.PermissionDeniedError):
+        return RemoteFault("http 403", outage=False)
+    if isinstance(error, exceptions.UnauthenticatedError):
+        return RemoteFault("http 401", outage=False)
+    if status := _STATUS.search(text):
+        return RemoteFault(f"http {status[1]}", outage=status[1].startswith("5") or status[1] == "429")
+    if "kind: Timeout" in text or "TimedOut" in text:
+        return RemoteFault("timeout", outage=True)
+    if "ConnectionRefused" in text:
+        return RemoteFault("refused", outage=True)
+    if "kind: Connect" in text:
+        return RemoteFault("unreachable", outage=True)
+    if isinstance(error, OSError):
+        return RemoteFault(type(error).__name__, outage=False)
+    return RemoteFault("disconnected", outage=True)
+
+
+def _path(key: bytes) -> str:
+    digits = key.hex()
+    return f"{digits[:2]}/{digits}.kv"
+
+
+def _open_store(url: str, options: dict[str, Any], client_options: dict[str, Any], timeout_seconds: float):
+    remote = not url.startswith(("file:", "memory:"))
+    limits = {"connect_timeout": timedelta(seconds=timeout_seconds), "timeout": timedelta(seconds=600)}
+    settings: dict[str, Any] = {}
+    if remote:
+        settings = {"client_options": {**limits, **client_options}, "retry_config": {"max_retries": 0}}
+    elif url.startswith("file:"):
+        settings = {"mkdir": True}
+    try:
+        return from_url(url, config=options or None, **settings) if remote else from_url(url, **settings)
+    except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
+        name = type(error).__name__  # the text may repeat options, and with them secrets
+        raise InvalidInputError(
+            f"object store tier: {url} with options {sorted(options)} cannot be opened ({name}); allowed are "
+            f"s3://, gs://, az://, file:/// and memory:/// with obstore's names of options"
+        ) from None
