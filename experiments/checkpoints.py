@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["LlamaShape", "Tensor", "convert_gguf", "random_llama", "weights_bytes", "write_byte_tokenizer"]
+__all__ = ["LlamaShape", "convert_gguf", "random_llama", "weights_bytes"]
 
 _BF16_BYTES = 2
 
@@ -111,7 +111,7 @@ class LlamaShape:
         return shapes
 
 
-class Tensor(NamedTuple):
+class _Tensor(NamedTuple):
     """One weight that is computed only when it is written."""
 
     shape: tuple[int, ...]
@@ -133,8 +133,8 @@ def random_llama(folder: Path, shape: LlamaShape, *, seed: int, on_bytes: Callab
     deviation = np.float32(1.6 / shape.hidden**0.5)
     tensors = {}
     for index, (name, size) in enumerate(shape.weight_shapes().items()):
-        tensors[name] = Tensor(size, lambda index=index, size=size: _random_values(size, [seed, index], deviation))
-    write_byte_tokenizer(folder)
+        tensors[name] = _Tensor(size, lambda index=index, size=size: _random_values(size, [seed, index], deviation))
+    _write_byte_tokenizer(folder)
     _write_configs(folder, shape)
     return _write_safetensors(folder / "model.safetensors", tensors, on_bytes=on_bytes)
 
@@ -154,7 +154,7 @@ def convert_gguf(gguf_path: Path, folder: Path, *, on_bytes: Callable[[int], obj
     return shape, _write_safetensors(folder / "model.safetensors", tensors, on_bytes=on_bytes)
 
 
-def write_byte_tokenizer(folder: Path) -> None:
+def _write_byte_tokenizer(folder: Path) -> None:
     """Write a tokenizer whose ids 0 to 255 are the bytes of UTF-8 text and 256 ends a text."""
     from tokenizers import models
 
@@ -193,11 +193,11 @@ def _gguf_shape(reader: Any) -> LlamaShape:
     )
 
 
-def _gguf_tensors(reader: Any, shape: LlamaShape) -> dict[str, Tensor]:
+def _gguf_tensors(reader: Any, shape: LlamaShape) -> dict[str, _Tensor]:
     """Rename the file's weights; the shapes come from `shape`, so that a missing or unknown weight is a KeyError."""
     stored = {_hugging_face_name(tensor.name): tensor for tensor in reader.tensors}
     return {
-        name: Tensor(size, lambda name=name: _dequantised(stored[name], name, shape))
+        name: _Tensor(size, lambda name=name: _dequantised(stored[name], name, shape))
         for name, size in shape.weight_shapes().items()
     }
 
@@ -285,7 +285,7 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_safetensors(path: Path, tensors: dict[str, Tensor], *, on_bytes: Callable[[int], object]) -> str:
+def _write_safetensors(path: Path, tensors: dict[str, _Tensor], *, on_bytes: Callable[[int], object]) -> str:
     """Stream bfloat16 tensors, sorted by name, into a safetensors file; return the file's SHA-256."""
     digest = hashlib.sha256()
     with path.open("wb") as file:
@@ -296,7 +296,7 @@ def _write_safetensors(path: Path, tensors: dict[str, Tensor], *, on_bytes: Call
     return digest.hexdigest()
 
 
-def _safetensors_parts(tensors: dict[str, Tensor]) -> Iterator[bytes]:
+def _safetensors_parts(tensors: dict[str, _Tensor]) -> Iterator[bytes]:
     yield _safetensors_header(tensors)
     for name in sorted(tensors):
         values = tensors[name].values()
@@ -305,7 +305,7 @@ def _safetensors_parts(tensors: dict[str, Tensor]) -> Iterator[bytes]:
         yield _bfloat16_bits(values).tobytes()
 
 
-def _safetensors_header(tensors: dict[str, Tensor]) -> bytes:
+def _safetensors_header(tensors: dict[str, _Tensor]) -> bytes:
     """Return the length and the JSON table that open a safetensors file, padded to a multiple of 8 bytes."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0

@@ -39,7 +39,10 @@ class ReplayResult:
         semantics, touch_order: How the trace was run; touch order says nothing under object semantics.
         capacity_chunks: Chunks the cache held.
         hit_chunks: int64[requests], chunks found for each request.
+        leading_chunks: int64[requests], chunks found before the first that was missing: what a prefix cache can use.
+            Under prefix semantics the same as hit_chunks.
         evictions: Chunks evicted.
+        victims: int32[evictions], which, in order; empty unless asked for.
         seconds: CPU time of the loop.
         compiled: False if the policy ran as plain Python.
         costs: Cost model of the seconds saved, None if none was given.
@@ -51,15 +54,17 @@ class ReplayResult:
     touch_order: TouchOrder
     capacity_chunks: int
     hit_chunks: np.ndarray
+    leading_chunks: np.ndarray
     evictions: int
+    victims: np.ndarray
     seconds: float
     compiled: bool
     costs: ReuseCosts | None = None
 
     @property
     def hit_tokens(self) -> np.ndarray:
-        """int64[requests], prompt tokens found."""
-        return self.trace.hit_tokens(self.hit_chunks)
+        """int64[requests], prompt tokens of the leading chunks that were found."""
+        return self.trace.hit_tokens(self.leading_chunks)
 
     @property
     def hit_rate(self) -> float:
@@ -108,6 +113,23 @@ class ReplayResult:
         )
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What a loop fills; see replay_loops.py."""
+
+    hits: np.ndarray
+    leading: np.ndarray
+    victims: np.ndarray
+
+    @classmethod
+    def empty(cls, trace: Trace, record_victims: bool) -> "Counts":
+        """Zeros for every request; room for one victim an access, if they are recorded."""
+        rows = trace.requests
+        return cls(
+            np.zeros(rows, np.int64), np.zeros(rows, np.int64), np.zeros(trace.accesses * record_victims, np.int32)
+        )
+
+
 def replay(
     trace: Trace,
     policy: Any,
@@ -116,6 +138,7 @@ def replay(
     semantics: Semantics = "prefix",
     touch_order: TouchOrder = "tail_first",
     costs: ReuseCosts | None = None,
+    record_victims: bool = False,
 ) -> ReplayResult:
     """Replay a trace through a policy.
 
@@ -126,6 +149,7 @@ def replay(
         semantics: "prefix" or "object".
         touch_order: In which order the policy hears of a request's chunks: "tail_first" (vLLM) or "head_first".
         costs: Fills nbytes, recompute_seconds and load_seconds for policies that weigh them, and seconds_saved.
+        record_victims: Keep which chunks were evicted, in order.
 
     Raises:
         InvalidInputError: A setting is out of range or not one of those allowed.
@@ -138,14 +162,25 @@ def replay(
     built = ready(policy, semantics=semantics)
     state = make_state(built, policy, chunks=max(1, trace.distinct), capacity=capacity_chunks)
     _fill(state, trace, costs, capacity_chunks)
-    hits = np.zeros(trace.requests, np.int64)
+    counts = Counts.empty(trace, record_victims)
     started = time.thread_time()
-    outcome = _run(state, trace, semantics, touch_order == "tail_first", hits)
+    outcome = _run(state, trace, semantics == "object", touch_order == "tail_first", counts)
     seconds = time.thread_time() - started
     if outcome < 0:
         raise PolicyError(_broken(state, policy, outcome, capacity_chunks))
     return ReplayResult(
-        trace, policy, semantics, touch_order, capacity_chunks, hits, int(outcome), seconds, built.compiled, costs
+        trace=trace,
+        policy=policy,
+        semantics=semantics,
+        touch_order=touch_order,
+        capacity_chunks=capacity_chunks,
+        hit_chunks=counts.hits,
+        leading_chunks=counts.hits if semantics == "prefix" else counts.leading,
+        evictions=int(outcome),
+        victims=counts.victims[:outcome],
+        seconds=seconds,
+        compiled=built.compiled,
+        costs=costs,
     )
 
 
@@ -193,18 +228,19 @@ def _fill(state: State, trace: Trace, costs: ReuseCosts | None, capacity: int) -
         state.set_column("load_seconds", costs.load_seconds(tokens))
 
 
-def _run(state: State, trace: Trace, semantics: str, tail_first: bool, hits: np.ndarray) -> int:
+def _run(state: State, trace: Trace, objects: bool, tail_first: bool, counts: Counts) -> int:
     ids, offsets, times = trace.ids, trace.offsets, trace.timestamps
     future = np.empty(0)
     if "next_use" in (state.built.chunk_type.names or ()):
-        future = trace.next_use if semantics == "prefix" else tree.next_access(ids, trace.distinct)
+        future = tree.next_access(ids, trace.distinct) if objects else trace.next_use
     if not state.built.compiled:  # plain Python is faster, and wraps nothing, on its own integers
         ids, offsets, times, future = (array.tolist() for array in (ids, offsets, times, future))
     arrays = state.s, state.r, state.t
-    if semantics == "object":
+    if objects:
         resident = np.zeros(max(1, trace.distinct), np.uint8)
-        return state.module.replay_objects(*arrays, resident, ids, offsets, times, future, hits)
-    return state.module.replay_prefixes(*arrays, ids, offsets, times, future, tail_first, hits)
+        results = counts.hits, counts.leading, counts.victims
+        return state.module.replay_objects(*arrays, resident, ids, offsets, times, future, *results)
+    return state.module.replay_prefixes(*arrays, ids, offsets, times, future, tail_first, counts.hits, counts.victims)
 
 
 def _broken(state: State, policy: Any, outcome: int, capacity: int) -> str:
@@ -220,7 +256,7 @@ def _compile_objects(state: State) -> None:
 
     arrays = [typeof(part) for part in (state.s, state.r, state.t)]
     ids, ints, floats = types.int32[::1], types.int64[::1], types.float64[::1]
-    state.module.replay_objects.compile((*arrays, types.uint8[::1], ids, ints, floats, floats, ints))
+    state.module.replay_objects.compile((*arrays, types.uint8[::1], ids, ints, floats, floats, ints, ints, ids))
 
 
 def _compile_prefixes(state: State) -> None:
@@ -228,7 +264,7 @@ def _compile_prefixes(state: State) -> None:
 
     arrays = [typeof(part) for part in (state.s, state.r, state.t)]
     ids, ints, floats = types.int32[::1], types.int64[::1], types.float64[::1]
-    state.module.replay_prefixes.compile((*arrays, ids, ints, floats, floats, types.boolean, ints))
+    state.module.replay_prefixes.compile((*arrays, ids, ints, floats, floats, types.boolean, ints, ids))
 
 
 def _share(part: float, whole: float) -> float:

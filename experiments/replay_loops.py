@@ -2,7 +2,7 @@
 """Replay loops: a template that workbench.policies.compiled joins with one policy (see workbench/policies/_order.py).
 
 Both loops return the number of evictions, or a negative number if the policy broke its contract; hits[q] is the
-number of blocks of request q that were found.
+number of blocks of request q that were found, leading[q] the number found before the first that was not; victims takes the chunks evicted, as far as it reaches.
 """
 
 BROKEN = -2
@@ -11,13 +11,14 @@ USES_NOW = USES_REQUEST = USES_SIZE = USES_INCOMING = USES_NEXT_USE = False
 USES_HITS = USES_LAST_ACCESS = USES_INSERTED = ADMITS = False
 
 
-def replay_objects(s, r, t, resident, ids, offsets, times, next_use, hits):
+def replay_objects(s, r, t, resident, ids, offsets, times, next_use, hits, leading, victims):
     """Every block access on its own, no prefixes: request numbers count accesses."""
     size = 0
     evictions = 0
     capacity = r.capacity
     for q in range(len(offsets) - 1):
         found = 0
+        unbroken = -1
         if USES_NOW:
             r.now = times[q]
         for i in range(offsets[q], offsets[q + 1]):
@@ -34,6 +35,8 @@ def replay_objects(s, r, t, resident, ids, offsets, times, next_use, hits):
                     s[c].hits += 1
                 on_hit(s, r, t, c)
                 continue
+            if unbroken < 0:
+                unbroken = found
             if size == capacity:
                 if USES_INCOMING:
                     r.incoming = c
@@ -46,6 +49,8 @@ def replay_objects(s, r, t, resident, ids, offsets, times, next_use, hits):
                         on_return(s, r, t, victim)
                         continue
                 resident[victim] = 0
+                if evictions < len(victims):
+                    victims[evictions] = victim
                 evictions += 1
             else:
                 size += 1
@@ -59,10 +64,11 @@ def replay_objects(s, r, t, resident, ids, offsets, times, next_use, hits):
                 s[c].inserted = times[q]
             on_insert(s, r, t, c)
         hits[q] = found
+        leading[q] = found if unbroken < 0 else unbroken
     return evictions
 
 
-def replay_prefixes(s, r, t, ids, offsets, times, next_use, tail_first, hits):
+def replay_prefixes(s, r, t, ids, offsets, times, next_use, tail_first, hits, victims):
     """Requests whose hit is the contiguous prefix; what a request uses is not evicted for it.
 
     Only the deepest hit needs a pin: what is above it has a resident child, what is new is in no order yet.
@@ -96,6 +102,8 @@ def replay_prefixes(s, r, t, ids, offsets, times, next_use, tail_first, hits):
                         restore(s, r, t, victim)
                         break
                 take(s, r, t, victim)
+                if evictions < len(victims):
+                    victims[evictions] = victim
                 evictions += 1
             enter(s, r, t, c)
             end += 1

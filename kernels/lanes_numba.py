@@ -17,15 +17,18 @@ __all__ = [
     "ASYMMETRIC",
     "E4M3",
     "E5M2",
+    "Lanes",
     "SYMMETRIC",
     "bits_as_float",
     "decode_row",
+    "each_vector",
     "encode_row",
     "float16_as_float",
     "float_as_bits",
     "merge_bits",
     "min_max_row",
     "spread_bits",
+    "step",
     "widen_row",
 ]
 
@@ -38,7 +41,7 @@ _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer, ties to
 _ROUND_BITS = 0x4B400000
 
 
-class _Lanes:
+class Lanes:
     """Emits operations on vectors of `count` lanes."""
 
     def __init__(self, builder, count: int):
@@ -144,17 +147,18 @@ class _Lanes:
         return self.builder.fmul(self.cast("bitcast", bits, _F32), self.constant(_F32, factor))
 
 
-def _each_vector(context, builder, count, body) -> None:
+def each_vector(context, builder, count, body) -> None:
     """Emit body(lanes, first lane) over `count` lanes: whole vectors, then one by one."""
     width = context.get_constant(types.intp, _LANES)
     whole = builder.sub(count, builder.srem(count, width))
     zero, one = context.get_constant(types.intp, 0), context.get_constant(types.intp, 1)
     for lanes, start, stop, step in ((_LANES, zero, whole, width), (1, whole, count, one)):
         with cgutils.for_range_slice(builder, start, stop, step, count.type) as (index, _):
-            body(_Lanes(builder, lanes), index)
+            body(Lanes(builder, lanes), index)
 
 
-def _step(builder, address, index, nbytes: int):
+def step(builder, address, index, nbytes: int):
+    """Emit address + index * nbytes."""
     return builder.add(address, builder.mul(index, ir.Constant(index.type, nbytes)))
 
 
@@ -168,8 +172,8 @@ def encode_row(typing_context, source, target, count, inverse, zero, kind, float
 
     def codegen(context, builder, signature, args):
         def body(emit, index):
-            inverse, zero = (_step(builder, a, index, 4) if each else a for a in args[3:5])
-            value = emit.value_of(emit.load(_step(builder, args[0], index, 2), _I16), float16.literal_value)
+            inverse, zero = (step(builder, a, index, 4) if each else a for a in args[3:5])
+            value = emit.value_of(emit.load(step(builder, args[0], index, 2), _I16), float16.literal_value)
             if kind.literal_value == ASYMMETRIC:
                 value = builder.fsub(value, emit.parameter(zero))
             value = builder.fmul(value, emit.parameter(inverse))
@@ -177,7 +181,7 @@ def encode_row(typing_context, source, target, count, inverse, zero, kind, float
             code = emit.fp8_bits(value, kind.literal_value) if fp8 else emit.rounded(value)
             emit.store(emit.cast("trunc", code, _I8), builder.add(args[1], index))
 
-        _each_vector(context, builder, args[2], body)
+        each_vector(context, builder, args[2], body)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, inverse, zero, kind, float16), codegen
@@ -190,7 +194,7 @@ def decode_row(typing_context, source, target, count, scale, zero, kind, float16
 
     def codegen(context, builder, signature, args):
         def body(emit, index):
-            scale, zero = (_step(builder, a, index, 4) if each else a for a in args[3:5])
+            scale, zero = (step(builder, a, index, 4) if each else a for a in args[3:5])
             code = emit.load(builder.add(args[0], index), _I8)
             if kind.literal_value in (E4M3, E5M2):
                 number = emit.fp8_value(code, kind.literal_value)
@@ -200,9 +204,9 @@ def decode_row(typing_context, source, target, count, scale, zero, kind, float16
             value = builder.fmul(number, emit.parameter(scale))
             if kind.literal_value == ASYMMETRIC:
                 value = builder.fadd(value, emit.parameter(zero))
-            emit.store(emit.bits_of(value, float16.literal_value), _step(builder, args[1], index, 2))
+            emit.store(emit.bits_of(value, float16.literal_value), step(builder, args[1], index, 2))
 
-        _each_vector(context, builder, args[2], body)
+        each_vector(context, builder, args[2], body)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, scale, zero, kind, float16), codegen
@@ -214,12 +218,12 @@ def widen_row(typing_context, source, low, high, count, kind):
 
     def codegen(context, builder, signature, args):
         def body(emit, index):
-            source, low, high = (_step(builder, a, index, 2) for a in args[:3])
+            source, low, high = (step(builder, a, index, 2) for a in args[:3])
             key = emit.order_key(emit.load(source, _I16), kind.literal_value)
             emit.store(emit.smallest(key, emit.load(low, _I16)), low)
             emit.store(emit.largest(key, emit.load(high, _I16)), high)
 
-        _each_vector(context, builder, args[3], body)
+        each_vector(context, builder, args[3], body)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64, kind), codegen
@@ -230,16 +234,16 @@ def min_max_row(typing_context, source, count, low, high, kind):
     """(low, high) widened by the order keys (magnitudes, for a symmetric kind) of `count` values at an address."""
 
     def codegen(context, builder, signature, args):
-        wide = _Lanes(builder, _LANES)
+        wide = Lanes(builder, _LANES)
         ranges = [cgutils.alloca_once_value(builder, wide.splat(end)) for end in args[2:4]]
 
         def body(emit, index):
-            key = emit.order_key(emit.load(_step(builder, args[0], index, 2), _I16), kind.literal_value)
+            key = emit.order_key(emit.load(step(builder, args[0], index, 2), _I16), kind.literal_value)
             key = key if emit.count > 1 else wide.splat(builder.extract_element(key, ir.Constant(_I32, 0)))
             for place, nearer in zip(ranges, (wide.smallest, wide.largest), strict=True):
                 builder.store(nearer(key, builder.load(place)), place)
 
-        _each_vector(context, builder, args[1], body)
+        each_vector(context, builder, args[1], body)
         ends = [wide.reduce(*end) for end in zip(("smin", "smax"), map(builder.load, ranges), strict=True)]
         return context.make_tuple(builder, signature.return_type, ends)
 
@@ -254,13 +258,13 @@ def merge_bits(typing_context, source, target, count, parts, width, shift):
         def body(emit, index):
             packed = emit.constant(_I8, 0)
             for i in range(parts.literal_value):
-                offset = builder.add(index, _step(builder, ir.Constant(args[0].type, 0), args[2], i))
+                offset = builder.add(index, step(builder, ir.Constant(args[0].type, 0), args[2], i))
                 code = emit.shifted("lshr", emit.load(builder.add(args[0], offset), _I8), shift.literal_value)
                 code = emit.and_(code, (1 << width.literal_value) - 1)
                 packed = builder.or_(packed, emit.shifted("shl", code, i * width.literal_value))
             emit.store(packed, builder.add(args[1], index))
 
-        _each_vector(context, builder, args[2], body)
+        each_vector(context, builder, args[2], body)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, parts, width, shift), codegen
@@ -276,11 +280,11 @@ def spread_bits(typing_context, source, target, count, parts, width, shift):
             for i in range(parts.literal_value):
                 code = emit.and_(emit.shifted("lshr", packed, i * width.literal_value), (1 << width.literal_value) - 1)
                 code = emit.shifted("shl", code, shift.literal_value)
-                offset = builder.add(index, _step(builder, ir.Constant(args[0].type, 0), args[2], i))
+                offset = builder.add(index, step(builder, ir.Constant(args[0].type, 0), args[2], i))
                 place = builder.add(args[1], offset)
                 emit.store(builder.or_(code, emit.load(place, _I8)) if shift.literal_value else code, place)
 
-        _each_vector(context, builder, args[2], body)
+        each_vector(context, builder, args[2], body)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, parts, width, shift), codegen

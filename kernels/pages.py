@@ -43,6 +43,7 @@ class PageTable:
                     f"every layer must be uint8 {first.shape} with contiguous rows"
                 )
         self.pages = list(pages)
+        self.writable = all(array.flags.writeable for array in pages)
         self.num_blocks, self.page_nbytes = first.shape
         self.addresses = np.array([array.ctypes.data for array in pages], np.int64)
         self.row_strides = np.array([array.strides[0] for array in pages], np.int64)
@@ -51,16 +52,22 @@ class PageTable:
 def gather_pages(pages: PageTable, blocks: np.ndarray, arena: np.ndarray, slots: np.ndarray, impl: str = "auto") -> int:
     """Copy pages into chunks. See the module for shapes; raises ValueError where one does not fit."""
     _check(pages, blocks, arena, slots)
+    if not arena.flags.writeable:
+        raise ValueError("the arena is read-only")
     return _choose(impl)(pages, blocks, arena, slots, True)
 
 
 def scatter_pages(arena: np.ndarray, slots: np.ndarray, pages: PageTable, blocks: np.ndarray, impl: str = "auto") -> int:
     """Copy chunks into pages. See the module for shapes; raises ValueError where one does not fit."""
     _check(pages, blocks, arena, slots)
+    if not pages.writable:
+        raise ValueError("the pages are read-only")
     return _choose(impl)(pages, blocks, arena, slots, False)
 
 
 def _check(pages: PageTable, blocks: np.ndarray, arena: np.ndarray, slots: np.ndarray) -> None:
+    if blocks.ndim != 2 or blocks.dtype != np.int64 or slots.dtype != np.int64:
+        raise ValueError(f"blocks are {blocks.dtype} {blocks.shape} and slots {slots.dtype}; both are int64, blocks (m, n)")
     shape = (len(pages.pages), blocks.shape[1], pages.page_nbytes)
     if arena.shape[1:] != shape or arena.dtype != np.uint8 or not arena.flags.c_contiguous:
         raise ValueError(f"arena is {arena.dtype} {arena.shape}; it must be contiguous uint8 (slots, *{shape})")

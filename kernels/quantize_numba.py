@@ -1,16 +1,14 @@
 """`quantize` and `dequantize` for CPUs. One kernel a (code, dtype, direction of the groups), compiled at first use.
 
-A unit of parallel work is one group of blocks of one head of one layer of one chunk: it is read twice, and fits the
+A unit of work is one group of blocks of one head of one layer of one chunk: it is read twice, and fits the
 second-level cache. Minimum and maximum are taken on the integer bits.
 """
 
 import functools
-import os
-
-os.environ.setdefault("NUMBA_THREADING_LAYER", "omp")  # "workqueue" aborts when two Python threads enter at once
+import math
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
 
 from kernels.lanes_numba import (
     ASYMMETRIC,
@@ -28,12 +26,13 @@ from kernels.lanes_numba import (
     widen_row,
 )
 from kernels.quantize import Coded, Scheme, grouping
+from kernels.threads import run_units
 from kernels.tiles import Tiles
 
 __all__ = ["dequantize", "quantize"]
 
 f32, i16, u8, u16, u32 = np.float32, np.int16, np.uint8, np.uint16, np.uint32
-OPTIONS = {"parallel": True, "nogil": True, "cache": True, "error_model": "numpy"}
+OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
 _SMALLEST_SCALE = f32(2.0**-100)
 _LOWEST, _HIGHEST = i16(-0x8000), i16(0x7FFF)
 
@@ -49,8 +48,10 @@ def dequantize(tiles: Tiles, blocks: np.ndarray, *, scheme: Scheme, coded: Coded
 def _run(along_rows, down_columns, tiles: Tiles, blocks: np.ndarray, scheme: Scheme, coded: Coded) -> None:
     groups = grouping(tiles, scheme, blocks.shape[1])
     kernel = (along_rows if groups.along_rows else down_columns)(*_constants(scheme))
+    units = math.prod(coded.scales.shape[:4])
     row = (groups.length, tiles.rows, coded.codes.shape[-1])
-    kernel(tiles.addresses, tiles.strides, blocks, row, coded.codes.ctypes.data, coded.scales, coded.zeros)
+    addresses = (tiles.addresses, tiles.strides, coded.codes.ctypes.data)
+    run_units(kernel, units, 3 * coded.codes.nbytes, addresses, blocks, row, coded.scales, coded.zeros)
 
 
 def _constants(scheme: Scheme) -> tuple[int, int, int]:
@@ -102,14 +103,15 @@ def _locate(unit, layers, spans, heads):
 @functools.cache
 def _quantize_along_rows(kind: int, bits: int, float16: int):
     @njit(**OPTIONS)
-    def kernel(addresses, strides, blocks, row, codes, scales, zeros):
+    def kernel(first, last, pointers, blocks, row, scales, zeros):
+        addresses, strides, codes = pointers
         length, rows, packed = row
-        chunks, layers, spans, heads, _, groups = scales.shape
+        layers, spans, heads, groups = scales.shape[1], scales.shape[2], scales.shape[3], scales.shape[5]
         span, columns = blocks.shape[1] // max(spans, 1), packed * 8 // bits
-        for unit in prange(chunks * layers * spans * heads):
+        inverse, zero, line = np.empty(groups, f32), np.empty(groups, f32), np.empty(columns, u8)
+        line_address = line.ctypes.data
+        for unit in range(first, last):
             c, layer, s, h = _locate(unit, layers, spans, heads)
-            inverse, zero, line = np.empty(groups, f32), np.empty(groups, f32), np.empty(columns, u8)
-            line_address = line.ctypes.data
             for r in range(rows):
                 base = addresses[layer] + h * strides[1] + r * strides[2]
                 for g in range(groups):
@@ -144,16 +146,17 @@ def _quantize_along_rows(kind: int, bits: int, float16: int):
 @functools.cache
 def _quantize_down_columns(kind: int, bits: int, float16: int):
     @njit(**OPTIONS)
-    def kernel(addresses, strides, blocks, row, codes, scales, zeros):
+    def kernel(first, last, pointers, blocks, row, scales, zeros):
+        addresses, strides, codes = pointers
         length, rows, packed = row
-        chunks, layers, spans, heads, groups, columns = scales.shape
+        _, layers, spans, heads, groups, columns = scales.shape
         span = blocks.shape[1] // max(spans, 1)
-        for unit in prange(chunks * layers * spans * heads):
+        inverse, zero, line = np.empty(columns, f32), np.empty(columns, f32), np.empty(columns, u8)
+        low, high = np.empty(columns, i16), np.empty(columns, i16)
+        lows, highs, line_address = low.ctypes.data, high.ctypes.data, line.ctypes.data
+        inverses, offsets = inverse.ctypes.data, zero.ctypes.data
+        for unit in range(first, last):
             c, layer, s, h = _locate(unit, layers, spans, heads)
-            inverse, zero, line = np.empty(columns, f32), np.empty(columns, f32), np.empty(columns, u8)
-            low, high = np.empty(columns, i16), np.empty(columns, i16)
-            lows, highs, line_address = low.ctypes.data, high.ctypes.data, line.ctypes.data
-            inverses, offsets = inverse.ctypes.data, zero.ctypes.data
             for g in range(groups):
                 for j in range(columns):
                     low[j], high[j] = _HIGHEST, _LOWEST
@@ -191,14 +194,15 @@ def _quantize_down_columns(kind: int, bits: int, float16: int):
 @functools.cache
 def _dequantize_along_rows(kind: int, bits: int, float16: int):
     @njit(**OPTIONS)
-    def kernel(addresses, strides, blocks, row, codes, scales, zeros):
+    def kernel(first, last, pointers, blocks, row, scales, zeros):
+        addresses, strides, codes = pointers
         length, rows, packed = row
-        chunks, layers, spans, heads, _, groups = scales.shape
+        layers, spans, heads, groups = scales.shape[1], scales.shape[2], scales.shape[3], scales.shape[5]
         span, columns = blocks.shape[1] // max(spans, 1), packed * 8 // bits
-        for unit in prange(chunks * layers * spans * heads):
+        line = np.empty(columns, u8)
+        line_address = line.ctypes.data
+        for unit in range(first, last):
             c, layer, s, h = _locate(unit, layers, spans, heads)
-            line = np.empty(columns, u8)
-            line_address = line.ctypes.data
             for i in range(s * span, (s + 1) * span):
                 if blocks[c, i] < 0:
                     continue
@@ -226,14 +230,15 @@ def _dequantize_along_rows(kind: int, bits: int, float16: int):
 @functools.cache
 def _dequantize_down_columns(kind: int, bits: int, float16: int):
     @njit(**OPTIONS)
-    def kernel(addresses, strides, blocks, row, codes, scales, zeros):
+    def kernel(first, last, pointers, blocks, row, scales, zeros):
+        addresses, strides, codes = pointers
         length, rows, packed = row
-        chunks, layers, spans, heads, groups, columns = scales.shape
+        _, layers, spans, heads, groups, columns = scales.shape
         span = blocks.shape[1] // max(spans, 1)
-        for unit in prange(chunks * layers * spans * heads):
+        scale, zero, line = np.empty(columns, f32), np.empty(columns, f32), np.empty(columns, u8)
+        scale_address, zero_address, line_address = scale.ctypes.data, zero.ctypes.data, line.ctypes.data
+        for unit in range(first, last):
             c, layer, s, h = _locate(unit, layers, spans, heads)
-            scale, zero, line = np.empty(columns, f32), np.empty(columns, f32), np.empty(columns, u8)
-            scale_address, zero_address, line_address = scale.ctypes.data, zero.ctypes.data, line.ctypes.data
             for g in range(groups):
                 for j in range(columns):
                     scale[j] = _value(scales[c, layer, s, h, g, j], 0)

@@ -4,7 +4,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ByteSize, ValidationError
+from pydantic import ByteSize, PositiveInt, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from workbench.errors import InvalidInputError
@@ -23,7 +23,7 @@ class CacheConfig(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="KVWORKBENCH_", extra="forbid", frozen=True)
 
-    chunk_tokens: int = 256  # tokens of a chunk, a multiple of the serving engine's block size
+    chunk_tokens: PositiveInt = 256  # tokens of a chunk, a multiple of the serving engine's block size
     memory_bytes: ByteSize = ByteSize(1 << 30)  # budget of the memory tier; 0 for none
     disk_path: Path | None = None  # directory of the disk tier; none without
     disk_bytes: ByteSize = ByteSize(16 << 30)  # the most that the disk tier may take

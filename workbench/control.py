@@ -328,19 +328,21 @@ class ControlPlane:
     def _make_room(self, level: int, nbytes: int, orders: list[Order], incoming: bytes) -> None:
         tier = self.tiers[level]
         goes_down = self.write == "back" and level + 1 < len(self.tiers) and tier is self.memory
+        demoted: set[int] = set()
 
         def keep(entry: int) -> bool:
             """Not the last copy of a chunk that others continue: a child never outlives its parent."""
-            return not goes_down and self.index.children[entry] > 0 and self.index.is_last_copy(entry, level)
+            if goes_down and self.index.is_last_copy(entry, level) and self._reserve_below(entry, level + 1, orders):
+                demoted.add(entry)
+            return self.index.children[entry] > 0 and self.index.is_last_copy(entry, level)
 
         for victim in tier.room(nbytes, keep, incoming):
             chunk = self._chunk(victim)
             self.record("evict", tier=tier.name, chunk=chunk, nbytes=tier.chunk_nbytes, reason="capacity")
             self.index.use(victim)
-            if goes_down and not self.index.resident[victim] >> level + 1:
-                if self._reserve_below(victim, level + 1, orders):
-                    orders.append(Write(chunk, self.index.slots[victim], level + 1))
-                    self.record("demote", tier=self.tiers[level + 1].name, chunk=chunk)
+            if victim in demoted:
+                orders.append(Write(chunk, self.index.slots[victim], level + 1))
+                self.record("demote", tier=self.tiers[level + 1].name, chunk=chunk)
             if tier is not self.memory:
                 orders.append(Erase(chunk.key, level))
             self._vacate(victim, level, "evicted")

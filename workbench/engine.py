@@ -7,23 +7,23 @@
 same two planes live in different processes, joined by the connector's messages (workbench/connectors/vllm.py).
 """
 
+import functools
 import json
-import threading
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from kernels.pages import PageTable
 from workbench.chunks import ChunkChain, ChunkScope, token_array
 from workbench.config import CacheConfig
 from workbench.control import ControlPlane
-from workbench.errors import InvalidInputError
+from workbench.errors import InvalidInputError, LayoutError
 from workbench.events import Event, Recorder
 from workbench.explain import Explanation, explain_chain
 from workbench.layout import Identity, KVLayout
-from workbench.orders import Order
+from workbench.orders import Done, Order, Store
 from workbench.tiers.base import Tier, TierIndex
 from workbench.transfers import DataPlane
 
@@ -116,6 +116,18 @@ class TierUse:
     holds: int
 
 
+def _in_turn(method):
+    """Run in the engine's own thread, call after call: an interrupt of the caller leaves no count half-changed."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        if not self.is_open:
+            return method(self, *args, **kwargs)
+        return self._turn.submit(method, self, *args, **kwargs).result()
+
+    return call
+
+
 class CacheEngine:
     """Keeps chunks of KV in tiers and gives back the longest stored prefix.
 
@@ -124,7 +136,8 @@ class CacheEngine:
         config: Settings; or give them as keywords: `CacheEngine(identity, memory_bytes="2GiB")`.
         record: Takes the events; by default a `Recorder` of its own.
 
-    The engine may be called from several threads; calls take turns. Use it as a context manager or call `close`.
+    The engine may be called from several threads; calls take turns. Use it as a context manager or call `close`. Once
+    closed, and in a child that a fork made, it holds nothing: it finds and stores 0 tokens.
     """
 
     def __init__(self, identity: Identity, config: CacheConfig | None = None, *, record: Recorder | None = None,
@@ -137,22 +150,31 @@ class CacheEngine:
                 f"chunk_tokens is {self.config.chunk_tokens} in the settings and {identity.layout.chunk_tokens} "
                 f"in the layout; they must agree"
             )
-        self.record = record if record is not None else Recorder()
-        self.control = build_control(identity, self.config, record=self.record)
-        self.data = build_data(identity, self.config)
+        self._event_file = EventFile(self.config.events_path) if record is None and self.config.events_path else None
+        self.record = record if record is not None else Recorder(sink=self._event_file)
+        self.data = build_data(identity, self.config)  # first: it knows whether the machine has the memory
+        try:
+            self.control = build_control(identity, self.config, record=self.record)
+        except Exception:
+            self.data.close()
+            raise
         self._serial = 0
-        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._closed = False
+        self._turn = ThreadPoolExecutor(1, thread_name_prefix="kv-engine")
         for level, tier in enumerate(self.data.tiers, self.data.first_level):
             self.data.run(self.control.adopt(level, tier.scan()))
 
     # ---------------------------------------------------------------- the path
 
+    @_in_turn
     def lookup(self, tokens: Sequence[int], *, scope: ChunkScope = ChunkScope()) -> int:
         """How many leading tokens could be retrieved now. Changes nothing."""
-        with self._lock:
-            self._settle_report()
-            return self.control.lookup(self._chain(tokens, scope))
+        chain = self._chain(tokens, scope)
+        self._settle_report()
+        return self.control.lookup(chain) if self.is_open else 0
 
+    @_in_turn
     def store(self, tokens: Sequence[int], pages: PageTable, *, blocks: Sequence[int],
               scope: ChunkScope = ChunkScope()) -> int:  # fmt: skip
         """Save the KV of every full chunk that is not saved yet.
@@ -164,84 +186,121 @@ class CacheEngine:
             scope: Salt, LoRA and multimodal inputs of the request.
 
         Returns:
-            Tokens whose KV was saved by this call in the fastest tier that took it.
-        """
-        with self._lock:
-            chain = self._chain(tokens, scope)
-            request = self._begin(chain, reuse_tokens=None)
-            self._check_blocks(blocks, len(chain) * self.identity.layout.blocks_per_chunk)
-            orders = self.control.plan_stores(request, chain.num_tokens, blocks)
-            stored = self._carry_out(orders, pages)
-            self.control.finish(request)
-            return sum(stored.get(order.chunk.key, 0) for order in orders if hasattr(order, "write_to"))
+            Tokens whose KV this call took over from the pages: into the memory tier, or, without room there, on its
+            way to the next one (see `flush`).
 
+        Raises:
+            InvalidInputError: A token id or block id that cannot be, or fewer blocks than full chunks need.
+            LayoutError: Pages of another shape than the layout says.
+        """
+        chain = self._chain(tokens, scope)
+        self._check_pages(pages, blocks, len(chain) * self.identity.layout.blocks_per_chunk)
+        if not self.is_open:
+            return 0
+        request = self._begin(chain, reuse_tokens=None)
+        try:
+            orders = self.control.plan_stores(request, chain.num_tokens, blocks)
+            report = self._carry_out(orders, pages)
+        finally:
+            self._end(request)
+        failed = {(done.key, done.level) for done in report if done.reason not in ("", "dedup")}
+        return sum(
+            order.chunk.num_tokens
+            for order in orders
+            if isinstance(order, Store) and (order.chunk.key, order.first_level) not in failed
+        )
+
+    @_in_turn
     def retrieve(self, tokens: Sequence[int], pages: PageTable, *, blocks: Sequence[int],
                  scope: ChunkScope = ChunkScope()) -> int:  # fmt: skip
         """Fill blocks with the longest saved prefix; returns its length in tokens, a multiple of the chunk size.
 
         Blocks beyond the returned length may have been written to. A chunk that turns out damaged ends the prefix.
         """
-        with self._lock:
-            chain = self._chain(tokens, scope)
-            hit = self.control.lookup(chain)
-            request = self._begin(chain, reuse_tokens=hit)
-            self._check_blocks(blocks, hit // self.identity.layout.block_size)
-            orders = self.control.plan_loads(request, 0, hit, blocks)
-            loaded = self._carry_out(orders, pages)
-            self.control.finish(request)
-            return self._prefix_of(chain, hit, loaded)
+        chain = self._chain(tokens, scope)
+        self._settle_report()
+        hit = self.control.lookup(chain) if self.is_open else 0
+        self._check_pages(pages, blocks, hit // self.identity.layout.block_size)
+        if not self.is_open:
+            return 0
+        request = self._begin(chain, reuse_tokens=hit)
+        try:
+            report = self._carry_out(self.control.plan_loads(request, 0, hit, blocks), pages)
+        finally:
+            self._end(request)
+        loaded = {done.key for done in report if done.request == request and not done.reason}
+        return self._prefix_of(chain, hit, loaded)
 
+    @_in_turn
     def explain(self, tokens: Sequence[int], *, scope: ChunkScope = ChunkScope()) -> Explanation:
         """Why so many tokens would hit, and no more."""
-        with self._lock:
-            self._settle_report()
-            return explain_chain(self.control, self._chain(tokens, scope))
+        chain = self._chain(tokens, scope)
+        self._settle_report()
+        return explain_chain(self.control, chain)
 
     # ---------------------------------------------------------------- the rest
 
+    @_in_turn
     def clear(self) -> None:
         """Remove every chunk from every tier."""
-        with self._lock:
-            self.flush()
+        if self.is_open:
+            self.data.flush()
+            self._settle_report()
             self.data.run(self.control.clear())
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until what was stored has reached every tier; False when the time ran out first."""
+        if not self.is_open:
+            return True
         done = self.data.flush(timeout)
-        with self._lock:
-            self._settle_report()
+        self.tiers()
         return done
 
+    @_in_turn
     def tiers(self) -> list[TierUse]:
         """How full each tier is now."""
-        with self._lock:
-            self._settle_report()
-            return [
-                TierUse(t.name, len(t), t.used_bytes, t.capacity_bytes, t.high_water_bytes, t.holds)
-                for t in self.control.tiers
-            ]
+        return self._tier_uses()
 
+    def _tier_uses(self) -> list[TierUse]:
+        self._settle_report()
+        return [
+            TierUse(t.name, len(t), t.used_bytes, t.capacity_bytes, t.high_water_bytes, t.holds)
+            for t in self.control.tiers
+        ]
+
+    @_in_turn
     def stats(self) -> dict[str, object]:
         """Hit rates and failures so far, and how full each tier is; all derived from the events."""
-        with self._lock:
-            self._settle_report()
-            totals = self.record.totals
-            return {
-                **totals.hit_rates(),
-                "lookups": totals.count("lookup"),
-                "looked_up_tokens": totals.tokens["lookup"],
-                "hit_tokens": totals.tokens["reuse"],
-                "failed_loads": totals.failures("load"),
-                "failed_stores": totals.failures("store"),
-                "dropped": totals.failures("drop"),
-                "tiers": {tier.name: vars(tier) for tier in self.tiers()},
-            }
+        uses, totals = self._tier_uses(), self.record.totals
+        return {
+            **totals.hit_rates(),
+            "lookups": totals.count("lookup"),
+            "looked_up_tokens": totals.tokens["lookup"],
+            "hit_tokens": totals.tokens["reuse"],
+            "failed_loads": totals.failures("load"),
+            "failed_stores": totals.failures("store"),
+            "dropped": totals.failures("drop"),
+            "tiers": {tier.name: vars(tier) for tier in uses},
+        }
+
+    @property
+    def is_open(self) -> bool:
+        return not self._closed and os.getpid() == self._process
 
     def close(self) -> None:
         """Finish what is queued, within seconds, and release memory, threads and files; twice is fine."""
+        if self.is_open:
+            self._turn.submit(self._close).result()
+            self._turn.shutdown()
+
+    def _close(self) -> None:
+        if self._closed:
+            return
         self.data.close()
-        with self._lock:
-            self._settle_report()
+        self._settle_report()
+        self._closed = True
+        if self._event_file is not None:
+            self._event_file.close()
 
     def __enter__(self) -> "CacheEngine":
         return self
@@ -265,25 +324,40 @@ class CacheEngine:
             self.control.admit(request, chain, reuse_tokens=reuse_tokens)
         return request
 
-    def _check_blocks(self, blocks: Sequence[int], needed: int) -> None:
-        if len(blocks) < needed:
-            raise InvalidInputError(f"{len(blocks)} blocks for {needed} blocks of tokens")
+    def _end(self, request: str) -> None:
+        self.control.finish(request)
+        self.data.forget_request(request)
+        if self._event_file is not None:
+            self._event_file.flush()
 
-    def _carry_out(self, orders: list[Order], pages: PageTable) -> dict[bytes, int]:
-        """Run orders; returns key -> tokens for what reached its first tier."""
+    def _check_pages(self, pages: PageTable, blocks: Sequence[int], needed: int) -> None:
+        layout, used = self.identity.layout, list(blocks[:needed])
+        if len(pages.pages) != layout.num_layers or pages.page_nbytes != layout.page_nbytes:
+            raise LayoutError(
+                f"{len(pages.pages)} layers with pages of {pages.page_nbytes} bytes; this engine was built for "
+                f"{layout.num_layers} layers with pages of {layout.page_nbytes} bytes"
+            )
+        if len(used) < needed:
+            raise InvalidInputError(f"{len(used)} blocks for {needed} blocks of tokens")
+        if used and not 0 <= min(used) <= max(used) < pages.num_blocks:
+            raise InvalidInputError(f"block ids {min(used)}..{max(used)}; allowed are 0 to {pages.num_blocks - 1}")
+        if len(set(used)) < needed:
+            raise InvalidInputError("a block id stands twice in the block table")
+
+    def _carry_out(self, orders: list[Order], pages: PageTable) -> list[Done]:
         self.data.attach(pages)
         self.data.begin_step()
         self.data.run(orders)
         report = self.data.take_report()
         self.control.apply(report)
-        tokens = self.identity.layout.chunk_tokens
-        return {done.key: tokens for done in report if not done.reason}
+        return report
 
-    def _prefix_of(self, chain: ChunkChain, hit: int, loaded: dict[bytes, int]) -> int:
+    def _prefix_of(self, chain: ChunkChain, hit: int, loaded: set[bytes]) -> int:
         tokens = 0
         while tokens < hit and chain[tokens // chain.chunk_tokens].key in loaded:
             tokens += chain.chunk_tokens
         return tokens
 
     def _settle_report(self) -> None:
-        self.control.apply(self.data.take_report())
+        if self.is_open:
+            self.control.apply(self.data.take_report())

@@ -53,8 +53,9 @@ class KVLayout:
 
     def __post_init__(self):
         for name in ("num_layers", "num_kv_heads", "head_size", "block_size", "chunk_tokens"):
-            if (value := getattr(self, name)) < 1:
-                raise InvalidInputError(f"{name} is {value}; it must be at least 1")
+            value = getattr(self, name)
+            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
+                raise InvalidInputError(f"{name} is {value!r}; it must be a whole number of at least 1")
         if self.chunk_tokens % self.block_size:
             raise InvalidInputError(
                 f"chunk_tokens {self.chunk_tokens} is not a multiple of the block size {self.block_size}; "
@@ -169,4 +170,16 @@ class Identity:
 def _flatten(name: str, value: Any) -> list[bytes]:
     if isinstance(value, KVLayout | Identity):
         return [part for f in fields(value) for part in _flatten(f"{name}.{f.name}", getattr(value, f.name))]
-    return [name.encode(), repr(value).encode()]
+    return [name.encode(), _plain_bytes(name, value)]
+
+
+def _plain_bytes(name: str, value: Any) -> bytes:
+    """A setting as bytes. Not by `repr`, which differs between releases, between int and NumPy's, list and tuple."""
+    if isinstance(value, str):
+        return b"s" + value.encode(errors="surrogatepass")
+    if isinstance(value, int | np.integer):
+        return b"i%d" % int(value)
+    if isinstance(value, tuple | list):
+        parts = [_plain_bytes(name, part) for part in value]
+        return b"t" + b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+    raise InvalidInputError(f"identity{name} holds {value!r}; allowed are texts, whole numbers and tuples of these")

@@ -26,9 +26,14 @@ class Store(NamedTuple):
     slot: int
     write_to: tuple[int, ...]
 
+    @property
+    def first_level(self) -> int:
+        """The fastest tier that takes the chunk."""
+        return 0 if self.slot != STAGING else self.write_to[0]
+
 
 class Load(NamedTuple):
-    """Bring a chunk from a tier into pages. A slower tier's chunk passes through `slot` and stays there if it is one."""
+    """Bring a chunk from a tier into pages. A slower tier's chunk passes through `slot`, and stays if that is one."""
 
     request: str
     attempt: int
@@ -39,7 +44,7 @@ class Load(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Copy a chunk from the arena one or more tiers down before its slot is used anew."""
+    """Copy a chunk from the arena one or more tiers down before its slot is used anew. Only the chunk's key counts."""
 
     chunk: Chunk
     slot: int

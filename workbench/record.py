@@ -27,13 +27,14 @@ import xxhash
 from workbench.chunks import Chunk
 from workbench.layout import FORMAT_VERSION
 
-__all__ = ["ALIGNMENT", "RecordHeader", "header_nbytes", "pack_header", "parse_header"]
+__all__ = ["ALIGNMENT", "MAX_HEADER", "RecordHeader", "header_nbytes", "pack_header", "parse_header"]
 
 MAGIC = b"KVWBCHNK"
 ALIGNMENT = 4096  # the payload begins on a page border, as direct I/O wants it
 _FIXED = struct.Struct("<8sII32s32s32sIIQ16s")
 _SEAL = 16
-_MAX_HEADER = 1 << 24
+MAX_HEADER = 1 << 24
+_MAX_POSITION = 2**31 - 1
 
 
 class RecordHeader(NamedTuple):
@@ -79,7 +80,9 @@ def parse_header(data: bytes | memoryview) -> RecordHeader | None:
     magic, version, size, key, parent, identity, start, stop, nbytes, digest = _FIXED.unpack_from(data)
     begin = _FIXED.size + _SEAL
     end = begin + 4 * (stop - start)
-    if magic != MAGIC or version != FORMAT_VERSION or not begin <= end <= size <= min(len(data), _MAX_HEADER):
+    if magic != MAGIC or version != FORMAT_VERSION or not begin < end <= size <= min(len(data), MAX_HEADER):
+        return None
+    if stop > _MAX_POSITION:
         return None
     tokens = bytes(data[begin:end])
     if xxhash.xxh3_128_digest(bytes(data[: _FIXED.size]) + tokens) != bytes(data[_FIXED.size : begin]):

@@ -6,8 +6,8 @@
     Erase   (queue, behind the writes)
 
 Gathers and scatters happen inside `run`, so no page is read or written after the caller took it back. Writes to slower
-tiers happen in one thread behind a queue; the control plane holds the arena slot until the write is reported, and a slot
-that a queued write has still to read is not filled anew whatever the control plane says.
+tiers happen in one thread behind a queue; the control plane holds the arena slot until the write is reported, and a
+slot that a queued write has still to read is not filled anew whatever the control plane says.
 """
 
 import logging
@@ -51,8 +51,8 @@ class Arena:
         free = _free_memory_bytes()
         if nbytes > free:
             raise CapacityError(
-                f"the memory tier asks for {nbytes / 2**30:.2f} GiB ({slots} chunks and {staging + loading} staging slots of "
-                f"{layout.chunk_nbytes / 2**20:.1f} MiB); {free / 2**30:.2f} GiB are free"
+                f"the memory tier asks for {nbytes / 2**30:.2f} GiB ({slots} chunks and {staging + loading} staging "
+                f"slots of {layout.chunk_nbytes / 2**20:.1f} MiB); {free / 2**30:.2f} GiB are free"
             )
         self._map = mmap.mmap(-1, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -106,6 +106,7 @@ class DataPlane:
         self._pages: PageTable | None = None
         self._tainted: dict[str, int] = {}
         self._step_tainted = False
+        self._refused: set[bytes] = set()  # chunks whose store was refused in this run
         self._report: list[Done] = []
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
@@ -120,7 +121,11 @@ class DataPlane:
 
     def attach(self, pages: PageTable) -> None:
         """The paged KV cache that gathers read and scatters fill."""
+        if pages is self._pages:
+            return
         self._pages = pages
+        nothing = np.empty((0, self.layout.blocks_per_chunk), np.int64), np.empty(0, np.int64)
+        gather_pages(pages, nothing[0], self.arena.chunks, nothing[1])  # compiles now, not within the first request
 
     def begin_step(self) -> None:
         """A new forward pass: a load that failed in the last one no longer taints what is stored."""
@@ -129,6 +134,7 @@ class DataPlane:
     def run(self, orders: Sequence[Order]) -> None:
         """Carry out orders in turn; neighbours of one kind move in one launch. Outcomes come with `take_report`."""
         batch: list = []
+        self._refused.clear()
         for order in orders:
             if batch and type(order) is not type(batch[0]):
                 self._run_batch(batch)
@@ -194,6 +200,8 @@ class DataPlane:
                 self._refuse(order, "tainted")
             elif min(order.blocks) < 0:
                 self._refuse(order, "no block")
+            elif order.chunk.parent in self._refused:
+                self._refuse(order, "prefix not stored")
             elif order.slot != STAGING and self.arena.leaving[order.slot]:
                 self._refuse(order, "slot busy")
             elif (slot := order.slot if order.slot != STAGING else self.arena.borrow()) == STAGING:
@@ -231,6 +239,7 @@ class DataPlane:
         return ""
 
     def _refuse(self, order: Store, reason: str) -> None:
+        self._refused.add(order.chunk.key)
         if order.slot != STAGING:
             self._done("store", order, 0, 0, 0.0, reason)
         for level in order.write_to:

@@ -115,11 +115,8 @@ def long_document(
         for question in range(questions)
         for document in documents
     )
-    description = (
-        f"{questions} questions on each of {len(documents)} documents of {document_tokens} tokens, "
-        f"{groups} groups of {documents_per_group} with a shared system prompt"
-    )
-    return Workload("long_document", requests, seed, description, library.sources())
+    size = f"{groups} groups x {documents_per_group} documents of {document_tokens} tokens x {questions} questions"
+    return Workload("long_document", requests, seed, size, library.sources())
 
 
 def _require_positive(**counts: int) -> None:

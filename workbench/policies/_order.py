@@ -1,7 +1,8 @@
+# ruff: noqa: F821 - on_hit, evict and the rest come with the policy or from _hooks.py
 """The order of one tier's chunks: which chunk goes next, with pins and prefixes kept out of the policies.
 
-This file is a template. workbench.policies.compiled joins it with the methods of one policy into a module, compiled or
-plain; a function of the policy replaces the one of the same name here. `s[c]` is the record of chunk c, `r` the
+A template. workbench.policies.compiled joins it with _hooks.py and the methods of one policy into a module, compiled or
+plain. `s[c]` is the record of chunk c, `r` the
 record of scalars, `t` the side table. The names in capitals are answered when the module is written.
 
 A victim is never pinned and never has resident children. A candidate of evict() that may not go is set aside and put
@@ -19,42 +20,6 @@ NO_VICTIM = -1
 BROKEN = -2  # evict() named a chunk that is not in its order; r._broken holds it
 
 USES_HITS = USES_LAST_ACCESS = USES_INSERTED = REMOVES = False
-
-
-def on_hit(s, r, t, c):
-    raise NotImplementedError
-
-
-def on_insert(s, r, t, c):
-    raise NotImplementedError
-
-
-def evict(s, r, t):
-    raise NotImplementedError
-
-
-def on_return(s, r, t, c):
-    on_insert(s, r, t, c)
-
-
-def on_remove(s, r, t, c):
-    pass
-
-
-def is_ghost(s, r, t, c):
-    return False
-
-
-def clear_fields(s, r, t, c):
-    """Zero what the policy declared, unless it remembers evicted chunks; written for each policy."""
-
-
-def on_leaf(s, r, t, c):
-    """The last resident child of c left; written for the score form."""
-
-
-def on_child(s, r, t, c):
-    """A resident child of c arrived; written for the score form."""
 
 
 def set_aside(s, r, t, c):

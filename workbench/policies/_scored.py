@@ -1,3 +1,4 @@
+# ruff: noqa: F821 - touch, score and on_evict come with the policy or from _hooks.py
 """The score form as a queue form: a lazy heap of the chunks that may go, lowest score first.
 
 A template like _order.py, whose functions it replaces. An entry of the heap is (score, order, chunk); `order` rises by
@@ -8,14 +9,6 @@ not touched.
 """
 
 LEAVES_ONLY = False  # answered when the module is written: only unpinned leaves are candidates
-
-
-def touch(s, r, t, c):
-    pass
-
-
-def score(s, r, t, c):
-    raise NotImplementedError
 
 
 def goes_before(t, score_a, order_a, i):
@@ -131,5 +124,6 @@ def evict(s, r, t):
             continue
         drop_top(r, t)
         s[c]._order = 0
+        on_evict(s, r, t, c)
         return c
     return -1

@@ -14,9 +14,10 @@ Score form: `touch(c)` and `score(c) -> float`; the lowest-scored unpinned leaf 
 A chunk `c` is a small integer. Optional methods: `on_remove(c)` (the chunk left without being evicted; by default the
 engine skips it when evict() names it later), `on_return(c)` (a candidate that is pinned or has resident children is
 put back where evict() took it from; default on_insert), `is_ghost(c)` (true while the policy remembers the evicted
-chunk c; without it a chunk's fields are zero when it is inserted), `admit(c, victim)` (replay only: false keeps the
-missing chunk c out and the victim in). A `table` (fields like those of chunks, `table_size` entries for each chunk of
-capacity, a power of two) holds what is not per chunk, such as a sketch.
+chunk c; without it a chunk's fields are zero when it is inserted), `on_evict(c)` (score form: c is about to go), and
+`admit(c, victim)` (replay only: false keeps the missing chunk c out and the victim in). A `table` holds what is not per
+chunk, such as a sketch: fields like those of chunks, indexed from 0 to self.table_entries - 1, a power of two that is
+at least `table_size` for each chunk of capacity and at least `table_min`.
 """
 
 import math
@@ -25,7 +26,16 @@ from typing import Any
 
 from workbench.errors import CacheError, InvalidInputError
 
-__all__ = ["CHUNK_FIELDS", "ENGINE_SCALARS", "PolicyError", "PolicyForm", "form_of", "policy", "registered_policies"]
+__all__ = [
+    "CHUNK_FIELDS",
+    "ENGINE_SCALARS",
+    "HOOKS",
+    "PolicyError",
+    "PolicyForm",
+    "form_of",
+    "policy",
+    "registered_policies",
+]
 
 # What the engine knows of a chunk; a policy reads it by name (self.depth[c]) and pays only for what it mentions.
 CHUNK_FIELDS = {
@@ -52,6 +62,7 @@ ENGINE_SCALARS = {
     "table_entries": "i8",  # entries of the side table, a power of two
 }
 QUEUE_METHODS = ("on_hit", "on_insert", "evict")
+HOOKS = (*QUEUE_METHODS, "touch", "score", "on_evict", "on_remove", "on_return", "is_ghost", "admit")
 _registered: dict[str, type] = {}
 
 
@@ -69,6 +80,7 @@ class PolicyForm:
         scalars: Declared scalars, name -> initial value.
         table: Fields of the side table, empty for most policies.
         table_size: Table entries for each chunk of capacity.
+        table_min: The fewest table entries.
         scored: True for the score form.
         methods: Method name -> function, inherited ones included.
     """
@@ -78,6 +90,7 @@ class PolicyForm:
     scalars: dict[str, int | float]
     table: dict[str, str]
     table_size: int
+    table_min: int
     scored: bool
     methods: dict[str, Any]
 
@@ -127,16 +140,13 @@ def _read_form(cls: type) -> PolicyForm:
         raise InvalidInputError(
             f"policy {cls.__name__} lacks {', '.join(missing)}; it needs on_hit, on_insert and evict, or score"
         )
-    if scored and getattr(cls, "table", {}):
-        raise InvalidInputError(
-            f"policy {cls.__name__}: the score form keeps its heap in the table, it can declare none"
-        )
     form = PolicyForm(
         name=cls.__name__,
         fields=dict(getattr(cls, "fields", {})),
         scalars=dict(getattr(cls, "scalars", {})),
         table=dict(getattr(cls, "table", {})),
         table_size=int(getattr(cls, "table_size", 1)),
+        table_min=int(getattr(cls, "table_min", 1)),
         scored=scored,
         methods=methods,
     )

@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 from platformdirs import user_cache_dir
 
-from workbench.policies.base import CHUNK_FIELDS, ENGINE_SCALARS, PolicyForm, form_of
+from workbench.policies.base import CHUNK_FIELDS, ENGINE_SCALARS, HOOKS, PolicyForm, form_of
 from workbench.policies.rewriting import NotCompilableError, Rewritten, rewrite
 
 __all__ = ["Built", "PlainPolicyWarning", "State", "build", "cache_folder", "make_state"]
 
 HERE = Path(__file__).parent
+DEFAULTS = HERE / "_hooks.py"
 ORDER = HERE / "_order.py"  # the template of the live engine and of prefix replay
 SCORED = HERE / "_scored.py"
 FLAGS = ("LEAVES_ONLY", "REMOVES", "ADMITS")
@@ -109,8 +110,9 @@ class State:
     def grow(self, chunks: int) -> None:
         """Make room for chunk indices below `chunks`; new records are zero."""
         self.s = _grown(self.built, self.s, self.built.chunk_type, chunks)
-        if self.built.form.scored:
-            self.t = _grown(self.built, self.t, self.built.table_type, _table_entries(self.built.form, chunks))
+        length = _table_length(self.built.form, chunks)
+        if length > len(self.t):  # table_entries stays: what is hashed into the table keeps its place
+            self.t = _grown(self.built, self.t, self.built.table_type, length)
 
 
 def cache_folder() -> Path:
@@ -147,7 +149,8 @@ def _build(policy: Any, object_semantics: bool, loops: Path | None, entry_points
     policy = policy() if isinstance(policy, type) else policy
     cls, form = type(policy), form_of(policy)
     constants = {n: v for n, v in vars(cls).items() if isinstance(v, int | float) and n not in form.scalars}
-    templates = [p for p in (None if object_semantics else ORDER, SCORED if form.scored else None, loops) if p]
+    parts_of_engine = (DEFAULTS, None if object_semantics else ORDER, SCORED if form.scored else None, loops)
+    templates = [path for path in parts_of_engine if path]
     try:
         parts = rewrite(form, constants)
         built = _write(form, parts, templates, object_semantics)
@@ -193,14 +196,14 @@ def make_state(built: Built, policy: Any, *, chunks: int, capacity: int, residen
         resident: The most chunks that are ever in it, if that can be more.
     """
     form = built.form
-    entries = _table_entries(form, max(capacity, resident) if form.scored else capacity)
+    entries, length = _table_entries(form, capacity), _table_length(form, max(capacity, resident))
     if built.compiled:
         s: Any = np.zeros(chunks, built.chunk_type)
-        t: Any = np.zeros(entries, built.table_type)
+        t: Any = np.zeros(length, built.table_type)
         r: Any = np.zeros(1, built.scalar_type)[0]
         module = _imported(built.path)
     else:
-        s, t = ([_row(kind) for _ in range(n)] for kind, n in ((built.chunk_type, chunks), (built.table_type, entries)))
+        s, t = ([_row(kind) for _ in range(n)] for kind, n in ((built.chunk_type, chunks), (built.table_type, length)))
         r = copy.deepcopy(policy)
         module = _bound(built, r, s, t)
         for name in built.scalar_type.names or ():
@@ -221,9 +224,13 @@ def _write_scalar(r: Any, name: str, value: float) -> None:
 
 
 def _table_entries(form: PolicyForm, capacity: int) -> int:
-    if form.scored:
-        return 2 * capacity + 64  # the heap: one live entry for each chunk and room for stale ones
-    return 1 << max(0, form.table_size * capacity - 1).bit_length() if form.table else 1
+    wanted = max(form.table_min, form.table_size * capacity, 1)
+    return 1 << (wanted - 1).bit_length()
+
+
+def _table_length(form: PolicyForm, resident: int) -> int:
+    heap = 2 * resident + 64 if form.scored else 0  # one live entry for each chunk and room for stale ones
+    return max(heap, _table_entries(form, resident) if form.table else 1)
 
 
 # Writing the module.
@@ -348,8 +355,8 @@ def _module_at(name: str, path: Path) -> ModuleType:
 def _bound(built: Built, instance: Any, s: list, t: list) -> ModuleType:
     module = _module_at(f"plain_{built.path.stem}", built.path)
     module.__spec__.loader.exec_module(module)  # type: ignore[union-attr]
-    for name in built.form.methods:
-        if hasattr(module, name):
+    for name in HOOKS:
+        if name in built.form.methods:
             setattr(module, name, _without_state(getattr(instance, name)))
     for name in built.chunk_type.names or ():
         if not name.startswith("_"):

@@ -16,7 +16,7 @@ from workbench.policies.base import form_of, registered_policies
 
 __all__ = ["policy_names", "resolve_policy", "save_policy", "user_policy_folder"]
 
-NOT_POLICIES = {"base", "compiled", "live", "names", "notebook", "rewriting", "vllm_offload"}
+NOT_POLICIES = {"base", "compiled", "live", "names", "notebook", "rewriting", "pool", "queues", "vllm_offload"}
 
 
 def policy_names() -> list[str]:

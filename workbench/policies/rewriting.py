@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.policies.base import CHUNK_FIELDS, ENGINE_SCALARS, PolicyForm
+from workbench.policies.base import CHUNK_FIELDS, ENGINE_SCALARS, HOOKS, PolicyForm
 
 __all__ = ["NotCompilableError", "Rewritten", "rewrite"]
 
@@ -75,12 +75,19 @@ def _add(result: Rewritten, name: str, function: FunctionType, rewriter: "_Metho
     if rewriter is not None:
         rewriter.start(first_line, source)
         tree = rewriter.rewrite_method(tree)
+    if rewriter is not None:
+        name = _function_name(name)
     tree.name = name
     tree.decorator_list = []
     text = ast.unparse(ast.fix_missing_locations(tree))
     result.functions[name] = text
     result.lines[name] = _line_map(tree, ast.parse(text).body[0], first_line, source)
     _add_globals(result, function, first_line, source)
+
+
+def _function_name(method: str) -> str:
+    """The engine calls hooks by name; other methods must clash neither with it nor with the author's variables."""
+    return method if method in HOOKS else f"self_{method}"
 
 
 def _parse(function: FunctionType) -> tuple[ast.FunctionDef, int, list[str]]:
@@ -169,7 +176,7 @@ class _MethodRewriter(ast.NodeTransformer):
         state: list[ast.expr] = [ast.Name(part, ast.Load()) for part in STATE]
         arguments = state + [self.visit(argument) for argument in node.args]
         keywords = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
-        return ast.copy_location(ast.Call(ast.Name(name, ast.Load()), arguments, keywords), node)
+        return ast.copy_location(ast.Call(ast.Name(_function_name(name), ast.Load()), arguments, keywords), node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         name = self._attribute(node)

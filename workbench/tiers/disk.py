@@ -1,6 +1,6 @@
 """A directory of records, one file a chunk. Survives restarts; several processes may share it.
 
-    write   unnamed temporary file, allocated in full -> header and payload -> link to the final name (first writer wins)
+    write   temporary file, allocated in full -> header and payload -> link to the final name (first writer wins)
     read    open -> header checked -> payload straight into the caller's buffer -> checksum
 
 A file is never changed or shortened once it has its name, only unlinked, so a reader that has it open is safe. There is
@@ -8,11 +8,11 @@ no index file: the directory is the index, and each record describes itself.
 """
 
 import errno
+import itertools
 import os
 import stat
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +21,15 @@ import xxhash
 from workbench.chunks import Chunk
 from workbench.errors import InvalidInputError
 from workbench.files import Files
-from workbench.record import ALIGNMENT, header_nbytes, pack_header, parse_header
+from workbench.record import ALIGNMENT, MAX_HEADER, header_nbytes, pack_header, parse_header
 from workbench.tiers.base import StoredChunk, Tier
 
 __all__ = ["DiskTier"]
 
 _SUFFIX = ".kv"
 _TEMPORARY = ".tmp"
+_serials = itertools.count(1)
+_in_flight: set[str] = set()  # names of temporary files that this process writes just now
 _ABANDONED_SECONDS = 3600.0  # a temporary file of a process that cannot be asked whether it lives
 
 
@@ -54,8 +56,6 @@ class DiskTier(Tier):
         self._identity = identity
         self._files = files or Files()
         self._made: set[str] = set()
-        self._serial = 0
-        self._lock = threading.Lock()
         self._check_directory()
 
     def _check_directory(self) -> None:
@@ -79,13 +79,16 @@ class DiskTier(Tier):
         try:
             fd = self._files.open(self._file(chunk.key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno == errno.ELOOP:  # a link at our name: nothing that we wrote, and in the way of what we write
+                self.erase(chunk.key)
+                return "corrupt"
             return "absent" if error.errno == errno.ENOENT else _fault(error)
         try:
             reason = self._read_open(fd, chunk, out)
         except OSError as error:
             reason = _fault(error)
         finally:
-            self._files.close(fd)
+            _quietly(self._files.close, fd)
         if reason in ("corrupt", "mismatch"):
             self.erase(chunk.key)
         elif not reason:
@@ -94,10 +97,7 @@ class DiskTier(Tier):
 
     def _touch(self, key: bytes) -> None:
         """The file's time is its last use: the order that a restart finds."""
-        try:
-            self._files.utime(self._file(key))
-        except OSError:
-            pass  # evicted meanwhile by another process: the bytes were read all the same
+        _quietly(self._files.utime, self._file(key))  # evicted meanwhile by another process: the bytes were read
 
     def _read_open(self, fd: int, chunk: Chunk, out: np.ndarray) -> str:
         size = header_nbytes(chunk.num_tokens)
@@ -127,11 +127,14 @@ class DiskTier(Tier):
     def write(self, chunk: Chunk, payload: np.ndarray) -> tuple[str, int]:
         target = self._file(chunk.key)
         temporary = self._temporary_name(chunk.key)
+        _in_flight.add(os.path.basename(temporary))
         try:
             self._make_folder(os.path.dirname(target))
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             fd = self._files.open(temporary, flags)
         except OSError as error:
+            self._made.discard(os.path.dirname(target))  # the folder may have been removed
+            _in_flight.discard(os.path.basename(temporary))
             return _fault(error), 0
         try:
             nbytes = self._write_open(fd, pack_header(chunk, self._identity, payload), payload)
@@ -159,17 +162,12 @@ class DiskTier(Tier):
 
     def _discard(self, fd: int, temporary: str) -> None:
         """Close the temporary file and take its name away; the record lives on under its own name."""
-        for call, argument in ((self._files.close, fd), (self._files.unlink, temporary)):
-            try:
-                call(argument)
-            except OSError:
-                pass  # the janitor of the next start takes what is left
+        _quietly(self._files.close, fd)
+        _quietly(self._files.unlink, temporary)  # the janitor of the next start takes what is left
+        _in_flight.discard(os.path.basename(temporary))
 
     def erase(self, key: bytes) -> None:
-        try:
-            self._files.unlink(self._file(key))
-        except OSError:
-            pass  # gone already, or not ours to remove: either way it is not counted any more
+        _quietly(self._files.unlink, self._file(key))  # gone already, or not ours to remove: not counted any more
 
     def scan(self) -> Iterator[StoredChunk]:
         """Every record here, oldest first; removes temporary files of processes that are gone and broken records."""
@@ -198,12 +196,12 @@ class DiskTier(Tier):
             key = bytes.fromhex(entry.name.removesuffix(_SUFFIX))
             status = entry.stat(follow_symlinks=False)
             header = self._read_header(entry.path)
-        except ValueError:
+        except (ValueError, OSError):
             return None
-        except OSError:
-            return None
+        if entry.path != self._file(key):
+            return None  # not where we would look for it
         if header is None or header.key != key or status.st_size != header.header_nbytes + header.payload_nbytes:
-            self.erase(key)
+            _quietly(self._files.unlink, entry.path)
             return None
         stored = StoredChunk(key, header.parent, header.start, header.stop, status.st_blocks * 512)
         return status.st_mtime, stored
@@ -212,20 +210,20 @@ class DiskTier(Tier):
         fd = self._files.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             head = bytearray(ALIGNMENT)
-            got = self._files.preadv(fd, [head], 0)
+            whole = self._fill(fd, [head], 0)
             needed = int.from_bytes(head[12:16], "little")
-            if got == ALIGNMENT and ALIGNMENT < needed <= 1 << 24:
+            if whole and ALIGNMENT < needed <= MAX_HEADER:
                 head = bytearray(needed)
-                got = self._files.preadv(fd, [head], 0)
-            return parse_header(memoryview(head)[:got])
+                whole = self._fill(fd, [head], 0)
+            return parse_header(head) if whole else None
         finally:
-            self._files.close(fd)
+            _quietly(self._files.close, fd)
 
     def _sweep(self, entry: os.DirEntry) -> None:
         """Remove a temporary file unless the process that writes it may still be alive."""
         try:
             owner = int(entry.name.split(".")[1])
-            alive = os.path.exists(f"/proc/{owner}") and owner != os.getpid()
+            alive = entry.name in _in_flight if owner == os.getpid() else _alive(owner)
             if not alive or time.time() - entry.stat().st_mtime > _ABANDONED_SECONDS:
                 self._files.unlink(entry.path)
         except (OSError, ValueError, IndexError):
@@ -241,11 +239,26 @@ class DiskTier(Tier):
         return f"{self.path}/{digits[:2]}/{digits}{_SUFFIX}"
 
     def _temporary_name(self, key: bytes) -> str:
-        with self._lock:
-            self._serial += 1
-            serial = self._serial
         digits = key.hex()
-        return f"{self.path}/{digits[:2]}/{digits[:16]}.{os.getpid()}.{serial}{_TEMPORARY}"
+        return f"{self.path}/{digits[:2]}/{digits[:16]}.{os.getpid()}.{next(_serials)}{_TEMPORARY}"
+
+
+def _quietly(call: Callable, argument: int | str) -> None:
+    """A call whose failure changes nothing for the caller."""
+    try:
+        call(argument)
+    except OSError:
+        pass
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's, so it lives
+    return True
 
 
 def _advance(views: list[memoryview], done: int) -> list[memoryview]:

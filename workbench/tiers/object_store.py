@@ -13,8 +13,9 @@ import asyncio
 import re
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import obstore
@@ -30,7 +31,8 @@ from workbench.tiers.sealed import Seal
 __all__ = ["ObjectStoreTier"]
 
 _PIECE = 1 << 20  # a download is watched in steps of this size
-_AT_ONCE = 16  # requests side by side
+_TRANSFERS_AT_ONCE = 8
+_QUESTIONS_AT_ONCE = 64
 _STATUS = re.compile(r"status code: (\d{3})")
 
 
@@ -70,7 +72,7 @@ class ObjectStoreTier(RemoteTier):
     def _find(self, keys: Sequence[bytes], found: list[bool]) -> None:
         async def find(i: int, pace: Pace) -> None:
             try:
-                found[i] = (await self._head(keys[i], pace)) is not None
+                found[i] = (await self._size(keys[i], pace)) is not None
             except RemoteFault as fault:
                 if fault.outage:
                     raise
@@ -78,30 +80,59 @@ class ObjectStoreTier(RemoteTier):
         self._run([lambda pace, i=i: find(i, pace) for i in range(len(keys))], one_pace=True)
 
     def _fetch(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray], reasons: list[str | None]) -> None:
+        ends = [(bytearray(header_nbytes(c.num_tokens)), bytearray(self._tag_nbytes)) for c in chunks]
+        arrived: list[int] = []
+
         async def fetch(i: int, pace: Pace) -> None:
+            head, tag = ends[i]
             try:
-                reasons[i] = await self._get(chunks[i], outs[i], pace)
+                reasons[i] = await self._get(chunks[i].key, [head, outs[i], tag], pace)
             except RemoteFault as fault:
                 reasons[i] = fault.reason
                 if fault.outage:
                     raise
-
-        self._run([lambda pace, i=i: fetch(i, pace) for i in range(len(chunks))])
-
-    def _send(self, chunks: Sequence[Chunk], payloads: Sequence[np.ndarray], outcomes: list[Written | None]) -> None:
-        async def send(i: int, pace: Pace) -> None:
-            outcomes[i] = await self._put(chunks[i], payloads[i], pace)
+            else:
+                arrived.append(i)
 
         try:
-            for i in range(len(chunks)):  # one after the other: each is a copy of a record
-                self._run([lambda pace, i=i: send(i, pace)])
+            self._run([lambda pace, i=i: fetch(i, pace) for i in range(len(chunks))])
+        finally:
+            for i in arrived:
+                head, tag = ends[i]
+                reasons[i] = reasons[i] or self._judge(chunks[i], head, outs[i], tag)
+
+    def _send(self, chunks: Sequence[Chunk], payloads: Sequence[np.ndarray], outcomes: list[Written | None]) -> None:
+        try:
+            for i, (chunk, payload) in enumerate(zip(chunks, payloads, strict=True)):
+                outcomes[i] = self._store_one(chunk, payload)  # one after the other: each takes a copy of its record
         except RemoteFault as fault:
             self._rest_writes(fault.reason)
             raise
 
+    def _store_one(self, chunk: Chunk, payload: np.ndarray) -> Written:
+        nbytes = self.nbytes_of(payload.nbytes, chunk.num_tokens)
+        present: list[int | None] = []
+
+        async def look(pace: Pace) -> None:
+            present.append(await self._size(chunk.key, pace))
+
+        self._run([look])
+        if present[0] == nbytes:
+            return "dedup", 0
+        header, tag = self._record(chunk, payload)
+        record = b"".join((header, payload, tag))
+        try:
+            self._run([lambda pace: self._put(chunk.key, record, present[0] is None, pace)])
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            return "dedup", 0
+        return "", nbytes
+
     def _remove(self, keys: Sequence[bytes]) -> None:
         async def remove(key: bytes, pace: Pace) -> None:
-            await _within(pace, obstore.delete_async(self._store, _path(key)))
+            try:
+                await _within(pace.left(), obstore.delete_async(self._store, _path(key)))
+            except FileNotFoundError:
+                pass  # a directory says so, a bucket does not
 
         self._run([lambda pace, key=key: remove(key, pace) for key in keys], one_pace=True)
 
@@ -109,66 +140,58 @@ class ObjectStoreTier(RemoteTier):
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
-            loop.call_soon_threadsafe(loop.stop)
+            asyncio.run_coroutine_threadsafe(_wind_up(), loop)
 
     # ---------------------------------------------------------------- requests
 
-    async def _head(self, key: bytes, pace: Pace) -> int | None:
+    async def _size(self, key: bytes, pace: Pace) -> int | None:
         """Size of a record, None if there is none."""
         try:
-            return (await _within(pace, obstore.head_async(self._store, _path(key))))["size"]
+            return (await _within(pace.left(), obstore.head_async(self._store, _path(key))))["size"]
         except FileNotFoundError:
             return None
 
-    async def _get(self, chunk: Chunk, out: np.ndarray, pace: Pace) -> str:
-        expected = self.nbytes_of(out.nbytes, chunk.num_tokens)
-        options: obstore.GetOptions = {"range": (0, expected)}
+    async def _get(self, key: bytes, parts: list, pace: Pace) -> str:
+        """Fill the parts of a record, one after the other; "" or the reason why they were not filled."""
+        expected = sum(memoryview(part).nbytes for part in parts)
         try:
-            result = await _within(pace, obstore.get_async(self._store, _path(chunk.key), options=options))
+            request = obstore.get_async(self._store, _path(key), options={"range": (0, expected)})
+            result = await _within(pace.left(), request)
         except FileNotFoundError:
             return "absent"
         if result.meta["size"] != expected:
             return self._judge_length(result.meta["size"], expected)
         if result.range != (0, expected):
-            raise RemoteFault("not the range asked for", outage=True)
-        head, tag = bytearray(header_nbytes(chunk.num_tokens)), bytearray(self._tag_nbytes)
-        stream = aiter(result.stream(min_chunk_size=_PIECE))
-        await _scatter(stream, [memoryview(head), memoryview(out), memoryview(tag)], pace)
-        return await asyncio.to_thread(self._judge, chunk, head, out, tag)
+            raise _wrong_range()
+        await _scatter(aiter(result.stream(min_chunk_size=_PIECE)), list(map(memoryview, parts)), pace)
+        return ""
 
-    async def _put(self, chunk: Chunk, payload: np.ndarray, pace: Pace) -> Written:
-        size = self.nbytes_of(payload.nbytes, chunk.num_tokens)
-        present = await self._head(chunk.key, pace)
-        if present == size:
-            return "dedup", 0
-        pace.moved(size)  # nothing is heard of an upload before its end: it gets the time that the slowest may take
-        header, tag = self._record(chunk, payload)
-        record = b"".join((header, payload, tag))
-        create = self._conditional and present is None
+    async def _put(self, key: bytes, record: bytes, only_new: bool, pace: Pace) -> None:
+        """Store a record; what is there but of the wrong length is replaced. Raises AlreadyExistsError if beaten."""
+        seconds = pace.left(unheard_bytes=len(record))
+
+        def upload(mode: Literal["create", "overwrite"]) -> Awaitable[Any]:
+            request = obstore.put_async(self._store, _path(key), record, mode=mode, use_multipart=False)
+            return _within(seconds, request)
+
         try:
-            await _within(pace, self._upload(chunk.key, record, "create" if create else "overwrite"), whole=True)
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-            return "dedup", 0
+            await upload("create" if only_new and self._conditional else "overwrite")
         except exceptions.NotSupportedError:
             self._conditional = False
-            await _within(pace, self._upload(chunk.key, record, "overwrite"), whole=True)
+            await upload("overwrite")
         except FileNotFoundError:
             raise RemoteFault("no such bucket", outage=False) from None
-        return "", size
-
-    def _upload(self, key: bytes, record: bytes, mode: obstore.PutMode) -> Awaitable[Any]:
-        return obstore.put_async(self._store, _path(key), record, mode=mode, use_multipart=False)
 
     # ---------------------------------------------------------------- the event loop
 
     def _run(self, requests: Sequence[Callable[[Pace], Coroutine]], *, one_pace: bool = False) -> None:
-        """Run requests side by side and wait for all; raises the first RemoteFault.
+        """Run requests side by side and wait for all; raises what the first that failed raised.
 
         Each has its own deadline from the moment it starts, or all share one.
         """
 
         async def run_all() -> None:
-            shared, places = self._pace(), asyncio.Semaphore(len(requests) if one_pace else _AT_ONCE)
+            shared, places = self._pace(), asyncio.Semaphore(_QUESTIONS_AT_ONCE if one_pace else _TRANSFERS_AT_ONCE)
 
             async def run_one(request: Callable[[Pace], Coroutine]) -> None:
                 async with places:
@@ -178,14 +201,17 @@ class ObjectStoreTier(RemoteTier):
                 if outcome is not None:
                     raise outcome
 
-        asyncio.run_coroutine_threadsafe(run_all(), self._running_loop()).result()
-
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._lock:
+            if self._closed.is_set():
+                raise RemoteFault("closed", outage=False)
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_serve, args=(self._loop,), name="kv-object-store", daemon=True).start()
-            return self._loop
+            future = asyncio.run_coroutine_threadsafe(run_all(), self._loop)
+        try:
+            future.result()
+        except CancelledError:
+            raise RemoteFault("closed", outage=False) from None
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -195,13 +221,22 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def _within(pace: Pace, request: Awaitable[Any], *, whole: bool = False) -> Any:
-    """Await one answer of the store, at most as long as the pace allows; its errors by our names.
+async def _wind_up() -> None:
+    """Give up what is still under way and stop the loop."""
+    under_way = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in under_way:
+        task.cancel()
+    await asyncio.gather(*under_way, return_exceptions=True)
+    asyncio.get_running_loop().stop()
+
+
+async def _within(seconds: float, request: Awaitable[Any]) -> Any:
+    """Await one answer of the store, at most so long; its errors by our names.
 
     What says only that something is or is not there is passed on: the caller knows what it means.
     """
     try:
-        return await asyncio.wait_for(request, pace.left_whole() if whole else pace.left())
+        return await asyncio.wait_for(request, seconds)
     except TimeoutError:
         raise RemoteFault("timeout", outage=True) from None
     except (FileNotFoundError, exceptions.AlreadyExistsError, exceptions.PreconditionError,
@@ -213,16 +248,16 @@ async def _within(pace: Pace, request: Awaitable[Any], *, whole: bool = False) -
 
 async def _scatter(stream, views: list[memoryview], pace: Pace) -> None:
     """Copy a stream into buffers one after the other; it must fill them and end."""
-    views = [view for view in views if len(view)]
+    views = [view.cast("B") for view in views if view.nbytes]
     while True:
-        piece = await _within(pace, _next(stream))
+        piece = await _within(pace.left(), _next(stream))
         if piece is None:
             break
         pace.moved(len(piece))
         left = memoryview(piece)
         while len(left):
             if not views:
-                raise RemoteFault("not the range asked for", outage=True)
+                raise _wrong_range()
             n = min(len(left), len(views[0]))
             views[0][:n] = left[:n]
             left, views = left[n:], [views[0][n:], *views[1:]] if n < len(views[0]) else views[1:]
@@ -241,7 +276,10 @@ def _fault(error: Exception) -> RemoteFault:
         return RemoteFault("http 403", outage=False)
     if isinstance(error, exceptions.UnauthenticatedError):
         return RemoteFault("http 401", outage=False)
-    if status := _STATUS.search(text):
+    status = _STATUS.search(text)
+    if "StartTooLarge" in text or (status and status[1] == "416"):
+        return RemoteFault("corrupt", outage=False)  # an empty object has no first byte
+    if status:
         return RemoteFault(f"http {status[1]}", outage=status[1].startswith("5") or status[1] == "429")
     if "kind: Timeout" in text or "TimedOut" in text:
         return RemoteFault("timeout", outage=True)
@@ -252,6 +290,10 @@ def _fault(error: Exception) -> RemoteFault:
     if isinstance(error, OSError):
         return RemoteFault(type(error).__name__, outage=False)
     return RemoteFault("disconnected", outage=True)
+
+
+def _wrong_range() -> RemoteFault:
+    return RemoteFault("not the range asked for", outage=True)
 
 
 def _path(key: bytes) -> str:

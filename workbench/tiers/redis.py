@@ -212,7 +212,7 @@ class RedisTier(RemoteTier):
         def connect() -> None:
             try:
                 future.set_result(_Wire(self._connect(seconds)))
-            except BaseException as error:
+            except (redis.RedisError, OSError, ValueError) as error:
                 future.set_exception(error)
 
         threading.Thread(target=connect, name="kv-redis-connect", daemon=True).start()

@@ -66,12 +66,16 @@ class Pace:
     def moved(self, nbytes: int) -> None:
         self._moved += nbytes
 
-    def left(self) -> float:
-        """Seconds that the next step may take. Raises RemoteFault when there are none."""
-        whole = self._start + self._patience + self._moved / self._slowest - time.monotonic()
+    def left(self, unheard_bytes: int = 0) -> float:
+        """Seconds that the next step may take; one that moves `unheard_bytes` before anything is heard may take longer.
+
+        Raises RemoteFault when there are none.
+        """
+        unheard = unheard_bytes / self._slowest
+        whole = self._start + self._patience + self._moved / self._slowest + unheard - time.monotonic()
         if whole <= 0:
             raise RemoteFault("timeout", outage=True)
-        return min(self._patience, whole)
+        return min(self._patience + unheard, whole)
 
 
 class RemoteTier(Tier):

@@ -1,0 +1,142 @@
+"""An entropy coder for small alphabets: rANS with static tables, 32 interleaved lanes, on byte symbols.
+
+    encode(symbols, choice, frequencies=..., words=out) -> counts     words[s, :counts[s]] = stream s
+    decode(symbols, choice, frequencies=..., words=..., counts=...)   symbols <- words
+
+symbols      (streams, rows, columns) uint8
+choice       (streams, rows) uint8: the table of each row
+frequencies  (tables, 256) uint16; each row sums to 4096; a symbol that occurs has a frequency from 1 to 4095
+words        (streams, capacity) uint16; `capacity_words` of a stream's symbols always suffices
+counts       (streams,) int64: words of each stream
+
+Symbol i of a row is coded by lane i % 32, rows in order, so any column count is allowed. A lane's state x starts at
+2^16 and stays in [2^16, 2^32); the encoder walks backwards. With f the symbol's frequency and c the sum of those
+before it:
+
+    encode   if x >= f * 2^20: emit x mod 2^16, x = x >> 16       then x = (x // f) * 4096 + x % f + c
+    decode   s = symbol whose [c, c + f) holds x mod 4096          x = f * (x >> 12) + x mod 4096 - c
+             if x < 2^16: x = x * 2^16 + next word
+
+A stream is the 32 final states (low word, then high word), then the words in the order the decoder reads them: by row,
+by column, lanes that need one in ascending order. A decoder that does not end at state 2^16 in every lane and at the
+last word raises ValueError: the words are not what was encoded.
+
+Method: J. Duda, "Asymmetric numeral systems" (arXiv:1311.2540); interleaving: F. Giesen (arXiv:1402.3392).
+"""
+
+import numpy as np
+
+from kernels.dispatch import dispatch
+
+__all__ = ["LANES", "SCALE", "capacity_words", "decode", "encode", "normalize"]
+
+LANES = 32
+SCALE_BITS = 12
+SCALE = 1 << SCALE_BITS
+_LOWEST_STATE = 1 << 16
+
+
+def capacity_words(num_symbols: int) -> int:
+    """Words that a stream of that many symbols needs at most: one a symbol, and the states (with room for a vector)."""
+    return num_symbols + 4 * LANES
+
+
+def normalize(counts: np.ndarray) -> np.ndarray:
+    """(.., 256) counts -> frequencies that sum to 4096; what occurs gets at least 1, nothing gets all of it.
+
+    A table without counts becomes uniform. A symbol alone in its table gets 4095: the state would not move at 4096.
+    """
+    counts = np.asarray(counts, np.float64)
+    total = counts.sum(-1, keepdims=True)
+    counts = np.where(total > 0, counts, 1.0)
+    share = counts / counts.sum(-1, keepdims=True)
+    frequencies = np.where(counts > 0, np.maximum(1, np.floor(share * SCALE)), 0).astype(np.int64)
+    frequencies = np.minimum(frequencies, SCALE - 1)
+    for table in frequencies.reshape(-1, 256):
+        while table.sum() > SCALE:  # raising the rare ones to 1 took too much
+            table[table.argmax()] -= 1
+        largest = int(table.argmax())
+        table[largest] += min(SCALE - table.sum(), SCALE - 1 - table[largest])
+        table[(largest + 1) % 256] += SCALE - table.sum()
+    return frequencies.astype(np.uint16)
+
+
+def _check(
+    symbols: np.ndarray, choice: np.ndarray, *, frequencies: np.ndarray, words: np.ndarray, counts=None
+) -> None:
+    streams, rows, columns = symbols.shape
+    if choice.shape != (streams, rows):
+        raise ValueError(f"choice is {choice.shape}; it must be {(streams, rows)}")
+    if frequencies.ndim != 2 or frequencies.shape[1] != 256 or not (frequencies.sum(1, dtype=np.int64) == SCALE).all():
+        raise ValueError(f"frequencies must be (tables, 256), each table summing to {SCALE}")
+    if frequencies.max() >= SCALE:
+        raise ValueError(f"no symbol may have the frequency {SCALE}")
+    if choice.size and choice.max() >= len(frequencies):
+        raise ValueError(f"choice names table {choice.max()} of {len(frequencies)}")
+    if words.ndim != 2 or len(words) != streams or not words.flags.c_contiguous:
+        raise ValueError(f"words are {words.shape}; they must be contiguous ({streams}, capacity)")
+    if counts is None and words.shape[1] < capacity_words(rows * columns):
+        raise ValueError(f"words have room for {words.shape[1]}; {capacity_words(rows * columns)} are needed")
+    if counts is not None and (counts.shape != (streams,) or ((counts < 2 * LANES) | (counts > words.shape[1])).any()):
+        raise ValueError(f"counts must be {streams} numbers from {2 * LANES} to {words.shape[1]}")
+
+
+def _starts(frequencies: np.ndarray) -> np.ndarray:
+    return np.cumsum(frequencies, axis=1, dtype=np.int64) - frequencies
+
+
+def _encode_reference(
+    symbols: np.ndarray, choice: np.ndarray, *, frequencies: np.ndarray, words: np.ndarray
+) -> np.ndarray:
+    streams, rows, columns = symbols.shape
+    starts, counts = _starts(frequencies), np.zeros(streams, np.int64)
+    for stream in range(streams):
+        state, emitted = np.full(LANES, _LOWEST_STATE, np.int64), []
+        for row in range(rows - 1, -1, -1):
+            table = choice[stream, row]
+            for begin in range((columns - 1) // LANES * LANES, -1, -LANES):
+                symbol = symbols[stream, row, begin : begin + LANES]
+                lanes = state[: len(symbol)]
+                frequency = frequencies[table, symbol].astype(np.int64)
+                if not frequency.all():
+                    raise ValueError(f"stream {stream}, row {row}: a symbol has no frequency in table {table}")
+                full = lanes >= frequency << (32 - SCALE_BITS)
+                emitted.append(lanes[full] & 0xFFFF)
+                lanes = np.where(full, lanes >> 16, lanes)
+                state[: len(symbol)] = (lanes // frequency << SCALE_BITS) + lanes % frequency + starts[table, symbol]
+        head = np.stack([state & 0xFFFF, state >> 16], axis=1).reshape(-1)
+        whole = np.concatenate([head, *emitted[::-1]])
+        words[stream, : len(whole)] = whole
+        counts[stream] = len(whole)
+    return counts
+
+
+def _decode_reference(
+    symbols: np.ndarray, choice: np.ndarray, *, frequencies: np.ndarray, words: np.ndarray, counts: np.ndarray
+) -> None:
+    streams, rows, columns = symbols.shape
+    starts = _starts(frequencies)
+    symbol_of = np.stack([np.repeat(np.arange(256), table) for table in frequencies])
+    for stream in range(streams):
+        given = words[stream, : counts[stream]].astype(np.int64)
+        state, place = given[0 : 2 * LANES : 2] | given[1 : 2 * LANES : 2] << 16, 2 * LANES
+        for row in range(rows):
+            table = choice[stream, row]
+            for begin in range(0, columns, LANES):
+                lanes = state[: min(LANES, columns - begin)]
+                slot = lanes & (SCALE - 1)
+                symbol = symbol_of[table, slot]
+                symbols[stream, row, begin : begin + len(lanes)] = symbol
+                lanes = frequencies[table, symbol] * (lanes >> SCALE_BITS) + slot - starts[table, symbol]
+                empty = lanes < _LOWEST_STATE
+                needed = int(empty.sum())
+                if place + needed > len(given):
+                    raise ValueError(f"stream {stream} ends early: it is not what was encoded")
+                lanes[empty] = lanes[empty] << 16 | given[place : place + needed]
+                state[: len(lanes)], place = lanes, place + needed
+        if place != len(given) or (state != _LOWEST_STATE).any():
+            raise ValueError(f"stream {stream} does not end as it began: it is not what was encoded")
+
+
+encode = dispatch(_encode_reference, check=_check, numba="kernels.entropy_numba:encode")
+decode = dispatch(_decode_reference, check=_check, numba="kernels.entropy_numba:decode")
