@@ -1,8 +1,9 @@
 # ruff: noqa: F821 - on_hit, evict, settle and the rest come with the policy and its order
 """Replay loops: a template that workbench.policies.compiled joins with one policy (see workbench/policies/_order.py).
 
-Both loops return the number of evictions, or a negative number if the policy broke its contract; hits[q] is the
-number of blocks of request q that were found, leading[q] the number found before the first that was not; victims takes the chunks evicted, as far as it reaches.
+Both return the number of evictions, or a negative number if the policy broke its contract. hits[q] is the number of
+blocks of request q that were found, leading[q] the number before the first that was not; victims takes the chunks
+evicted, as far as it reaches.
 """
 
 BROKEN = -2
@@ -22,7 +23,7 @@ def replay_objects(s, r, t, resident, ids, offsets, times, next_use, hits, leadi
         if USES_NOW:
             r.now = times[q]
         for i in range(offsets[q], offsets[q + 1]):
-            c = ids[i]
+            c = int_(ids[i])
             if USES_REQUEST:
                 r.request = i
             if USES_NEXT_USE:
@@ -44,7 +45,7 @@ def replay_objects(s, r, t, resident, ids, offsets, times, next_use, hits, leadi
                 if victim < 0 or victim >= len(resident) or resident[victim] == 0:
                     r._broken = victim
                     return BROKEN
-                if ADMITS:
+                if ADMITS:  # noqa: SIM102 - answered when the module is written
                     if not admit(s, r, t, c, victim):
                         on_return(s, r, t, victim)
                         continue
@@ -89,15 +90,15 @@ def replay_prefixes(s, r, t, ids, offsets, times, next_use, tail_first, hits, vi
                 s[ids[i]].next_use = next_use[i]
         pinned = -1
         if start < end < stop:
-            pinned = ids[end - 1]
+            pinned = int_(ids[end - 1])
             s[pinned]._pins = 1
         while end < stop:
-            c = ids[end]
+            c = int_(ids[end])
             if r.size == capacity:
                 victim = next_candidate(s, r, t, c)
                 if victim < 0:
                     return victim
-                if ADMITS:
+                if ADMITS:  # noqa: SIM102
                     if not admit(s, r, t, c, victim):
                         restore(s, r, t, victim)
                         break

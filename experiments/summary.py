@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import polars as pl
+from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from experiments.units import bytes_text, seconds_text, share_text
+from experiments.units import bytes_text, seconds_text, share_text, times_text
 from workbench.errors import InvalidInputError
 from workbench.events import Event, Totals, events_frame
 
@@ -33,6 +34,7 @@ __all__ = [
     "paired_requests",
     "phase_rank",
     "render_summary",
+    "sooner_text",
     "summary_sheets",
     "summary_table",
 ]
@@ -126,8 +128,8 @@ _RATE_SCHEMA = {
 def hit_rates(requests: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
     """The three hit rates of each arm and phase: by tokens, by chunks, by requests.
 
-    For an arm with events they are the events' own: what vLLM's prefix cache had is not in the denominator. For an arm
-    without, they are the server's counters, which know no chunks: there the rate by chunks is null.
+    Where an arm has events they are the events' own: what vLLM's prefix cache had is not in the denominator. Elsewhere
+    they are the server's counters, which know no chunks: there the rate by chunks is null.
 
     Args:
         requests: Answered requests.
@@ -137,7 +139,8 @@ def hit_rates(requests: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
     Returns:
         arm, phase, measure, part, whole, hit_rate, source ("events" or "server counters").
     """
-    rows = [*_event_rates(events), *_counter_rates(requests, set(events["arm"]) if events.height else set())]
+    rates = _event_rates(events)
+    rows = [*rates, *_counter_rates(requests, {(arm, phase) for arm, phase, *_ in rates})]
     return pl.DataFrame(rows, schema=_RATE_SCHEMA, orient="row")
 
 
@@ -165,10 +168,12 @@ def _event_rates(events: pl.DataFrame) -> list[tuple]:
     return rows
 
 
-def _counter_rates(requests: pl.DataFrame, arms_with_events: set[str]) -> list[tuple]:
+def _counter_rates(requests: pl.DataFrame, known: set[tuple[str, str]]) -> list[tuple]:
+    """Rates of each arm and phase that is not known from events."""
     rows = []
-    without = requests.filter(~pl.col("arm").is_in(list(arms_with_events)))
-    for (arm, phase), group in without.group_by("arm", "phase", maintain_order=True):
+    for (arm, phase), group in requests.group_by("arm", "phase", maintain_order=True):
+        if (arm, phase) in known:
+            continue
         cached = group["cached_tokens"].fill_null(0)
         tokens = (int(cached.sum()), int(group["prompt_tokens"].sum()))
         asked = (int((cached > 0).sum()), group.height)
@@ -300,7 +305,7 @@ class Sheet(NamedTuple):
 
 
 def summary_sheets(table: pl.DataFrame) -> list[Sheet]:
-    """The summary as two tables of texts: times, and what was reused with which answers."""
+    """The summary as three tables of texts: times, reuse, answers."""
     rows = table.to_dicts()
     return [
         Sheet(
@@ -309,10 +314,15 @@ def summary_sheets(table: pl.DataFrame) -> list[Sheet]:
             [_time_cells(row) for row in rows],
         ),
         Sheet(
-            "Reuse and answers",
-            ("arm", "phase", "hit tokens", "by tokens", "by chunks", "by requests", "loaded", "same as no reuse",
-             "same as prefix cache"),
+            "Reuse",
+            ("arm", "phase", "hit tokens", "of at most", "hit rate by tokens", "by chunks", "by requests",
+             "loaded"),
             [_reuse_cells(row) for row in rows],
+        ),
+        Sheet(
+            "Answers, token by token",
+            ("arm", "phase", "same as no reuse", "first difference", "same as prefix cache", "first difference"),
+            [_answer_cells(row) for row in rows],
         ),
     ]  # fmt: skip
 
@@ -327,7 +337,7 @@ def _time_cells(row: dict) -> tuple[str, ...]:
 
 
 def _name_cells(row: dict) -> tuple[str, str]:
-    return row["arm_label"] or row["arm"], PHASE_TEXT.get(row["phase"], row["phase"])
+    return row["arm_label"] or row["arm"], row["phase"]
 
 
 def _median_text(seconds: float | None, n: int) -> str:
@@ -338,23 +348,23 @@ def _speedup_text(row: dict) -> str:
     if row["arm"] == NO_REUSE or not row["pairs"]:
         return "–"
     if row["speedup_median"] is None:
-        return f"{row['speedup_min']:.1f}× to {row['speedup_max']:.1f}×, n = {row['pairs']}"
-    return f"{row['speedup_median']:.{1 if row['speedup_median'] >= 2 else 2}f}×"
+        return f"{times_text(row['speedup_min'])}× to {times_text(row['speedup_max'])}×"
+    return f"{times_text(row['speedup_median'])}×"
 
 
 def _reuse_cells(row: dict) -> tuple[str, ...]:
-    hits = "–" if row["hit_tokens"] is None else f"{row['hit_tokens']:,} of {row['expected_hit_tokens']:,}"
+    hits = ["–" if row[c] is None else f"{row[c]:,}" for c in ("hit_tokens", "expected_hit_tokens")]
     rates = [share_text(row[c]) for c in ("hit_rate", "hit_rate_by_chunks", "hit_rate_by_requests")]
-    answers = [_answer_text(row, reference) for reference in (NO_REUSE, PREFIX_CACHE)]
-    return (*_name_cells(row), hits, *rates, bytes_text(row["bytes_loaded"]), *answers)
+    return (*_name_cells(row), *hits, *rates, bytes_text(row["bytes_loaded"]))
 
 
-def _answer_text(row: dict, reference: str) -> str:
-    compared, equal = row[f"compared_{reference}"], row[f"equal_{reference}"]
-    if not compared:
-        return "–"
-    where = "" if equal == compared else f", from token {row[f'first_difference_{reference}']}"
-    return f"{equal} of {compared}{where}"
+def _answer_cells(row: dict) -> tuple[str, ...]:
+    cells = list(_name_cells(row))
+    for reference in (NO_REUSE, PREFIX_CACHE):
+        compared, first = row[f"compared_{reference}"], row[f"first_difference_{reference}"]
+        cells.append(f"{row[f'equal_{reference}']} of {compared}" if compared else "–")
+        cells.append("–" if first is None else f"token {first}")
+    return tuple(cells)
 
 
 def render_summary(table: pl.DataFrame) -> Group:
@@ -363,7 +373,15 @@ def render_summary(table: pl.DataFrame) -> Group:
 
 
 def _rich_table(sheet: Sheet) -> Table:
-    drawn = Table(title=sheet.title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False)
+    drawn = Table(
+        title=sheet.title,
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        pad_edge=False,
+    )
     for number, name in enumerate(sheet.header):
         drawn.add_column(name, justify="left" if number < 2 else "right", overflow="fold")
     for row, following in zip(sheet.rows, [*sheet.rows[1:], None], strict=True):
@@ -377,28 +395,35 @@ def headline(table: pl.DataFrame) -> str:
     arms = again.filter(pl.col("arm") != NO_REUSE, pl.col("pairs") > 0).to_dicts()
     if not arms:
         return "No request was answered both with and without reuse, so there is nothing to compare."
-    base = again.filter(pl.col("arm") == NO_REUSE).to_dicts()[0]
+    base = again.filter(pl.col("arm") == NO_REUSE).to_dicts()
     enough = [row for row in arms if row["speedup_median"] is not None]
     if not enough:
         ratios = "; ".join(f"{row['arm_label']} {_speedup_text(row)}" for row in arms)
         return f"Too few pairs for a median, which takes {MEDIAN_SAMPLES}. Against no reuse: {ratios}."
-    sentences = [_opening(base), *(_arm_sentence(row) for row in enough)]
-    return " ".join([*sentences, *_answers_sentence(arms)])
+    return " ".join([_opening(base), _arms_sentence(enough), *_answers_sentence(arms)])
 
 
-def _opening(base: dict) -> str:
-    if base["ttft_median_s"] is None:
-        return "Asked again about the same document:"
-    return (
-        f"Asked again about a document it had just read, vLLM without reuse took {seconds_text(base['ttft_median_s'])} to "
-        f"its first token."
-    )
+def _opening(base: Sequence[dict]) -> str:
+    if not base or base[0]["ttft_median_s"] is None:
+        return "vLLM was asked again about documents that it had just read."
+    after = seconds_text(base[0]["ttft_median_s"])
+    return f"Asked again about a document that it had just read, vLLM without reuse gave its first token after {after}."
 
 
-def _arm_sentence(row: dict) -> str:
-    speedup = row["speedup_median"]
-    verdict = f"{speedup:.1f} times sooner" if speedup >= 1 else f"{1 / speedup:.1f} times later"
-    return f"With {row['arm_label']} it took {seconds_text(row['ttft_median_s'])}: {verdict} (median of {row['pairs']} pairs)."
+def _arms_sentence(arms: Sequence[dict]) -> str:
+    verdicts = [
+        f"{sooner_text(row['speedup_median'])} ({seconds_text(row['ttft_median_s'])}, {row['arm_label']})"
+        for row in arms
+    ]
+    listed = " and ".join([", ".join(verdicts[:-1]), verdicts[-1]] if len(verdicts) > 1 else verdicts)
+    fewest = min(row["pairs"] for row in arms)
+    more = " or more" if len({row["pairs"] for row in arms}) > 1 else ""
+    return f"With reuse it came {listed}; medians of {fewest} pairs{more}."
+
+
+def sooner_text(speedup: float) -> str:
+    """A speed-up in words; below 1 it is a delay and says so."""
+    return f"{times_text(speedup)} times sooner" if speedup >= 1 else f"{times_text(1 / speedup)} times later"
 
 
 def _answers_sentence(arms: Sequence[dict]) -> list[str]:
@@ -407,5 +432,5 @@ def _answers_sentence(arms: Sequence[dict]) -> list[str]:
     if not compared:
         return []
     return [
-        f"Of {compared} answers with reuse, {equal} are equal, token by token, to those with vLLM's own prefix cache."
+        f"{equal} of {compared} answers with KV from the engine equal those with vLLM's own prefix cache, token by token."
     ]

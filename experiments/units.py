@@ -1,6 +1,6 @@
 """Figures with their units, the same in the terminal, in tables and in plots."""
 
-__all__ = ["bytes_text", "seconds_text", "share_text"]
+__all__ = ["bytes_text", "seconds_text", "share_text", "times_text"]
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -28,6 +28,11 @@ def bytes_text(nbytes: float | None) -> str:
 def share_text(share: float | None) -> str:
     """A share of 1 in per cent with one decimal; a dash for nothing."""
     return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def times_text(times: float) -> str:
+    """How many times, with the digits that a comparison of a few requests bears."""
+    return f"{times:.{1 if times >= 2 else 2}f}"
 
 
 def _three_digits(value: float) -> str:

@@ -18,7 +18,9 @@ from kernels.tiles import Tiles
 
 __all__ = ["dequantize", "dequantize_tiles", "quantize", "quantize_along_rows", "quantize_down_columns"]
 
-_VALUES_AT_ONCE = 2048  # 16 a thread at 4 warps: at most 64 registers
+# Values that a program of 4 warps holds: 16 a thread, or 4 where a range a column is held besides: no spills.
+_ROW_VALUES = 2048
+_COLUMN_VALUES = 512
 
 
 @triton.jit
@@ -300,12 +302,12 @@ def quantize(tiles: Tiles, blocks: np.ndarray, *, scheme: Scheme, coded: Coded) 
     groups = grouping(tiles, scheme, blocks.shape[1])
     constants, rows = _constants(tiles, blocks, scheme)
     if groups.along_rows:
-        at_once = min(rows, max(1, _VALUES_AT_ONCE // tiles.columns))
+        at_once = min(rows, max(1, _ROW_VALUES // tiles.columns))
         grid = (math.prod(coded.scales.shape[:4]), triton.cdiv(tiles.rows, at_once))
         _launch(quantize_along_rows, grid, tiles, blocks, coded, constants | {"AT_ONCE": at_once})
     else:
         length = triton.next_power_of_2(groups.length)
-        at_once = min(length, max(1, _VALUES_AT_ONCE // tiles.columns))
+        at_once = min(length, max(1, _COLUMN_VALUES // tiles.columns))
         grid = (math.prod(coded.scales.shape[:4]), tiles.rows // groups.length)
         _launch(quantize_down_columns, grid, tiles, blocks, coded, constants | {"AT_ONCE": at_once})
 
@@ -313,7 +315,7 @@ def quantize(tiles: Tiles, blocks: np.ndarray, *, scheme: Scheme, coded: Coded) 
 def dequantize(tiles: Tiles, blocks: np.ndarray, *, scheme: Scheme, coded: Coded) -> None:
     groups = grouping(tiles, scheme, blocks.shape[1])
     constants, rows = _constants(tiles, blocks, scheme)
-    at_once = min(rows, max(1, _VALUES_AT_ONCE // tiles.columns))
+    at_once = min(rows, max(1, _ROW_VALUES // tiles.columns))
     grid = (math.prod(coded.scales.shape[:4]), triton.cdiv(tiles.rows, at_once))
     constants |= {"AT_ONCE": at_once, "ALONG_ROWS": groups.along_rows}
     _launch(dequantize_tiles, grid, tiles, blocks, coded, constants)

@@ -1,4 +1,4 @@
-"""`gather_slots` and `scatter_slots` on a GPU: one program a token and layer, one head after the other."""
+"""`gather_slots` and `scatter_slots` on a GPU: one program a token and layer."""
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from kernels.tiles import Tiles
 
 __all__ = ["copy_slots", "gather_slots", "scatter_slots"]
 
+_VALUES_AT_ONCE = 1024
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -28,31 +29,30 @@ def copy_slots(
     BLOCK_SIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
     GATHER: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """Token t of one layer, HEADS x SIZE elements; steps in elements."""
+    """Token t of one layer, AT_ONCE heads of SIZE elements at a time; steps in elements."""
     token, layer = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + token)
     if slot >= 0:
-        base = tl.load(pointers + layer).to(plain.dtype)
-        page = base + slot // BLOCK_SIZE * block_step + slot % BLOCK_SIZE * token_step
+        page = tl.load(pointers + layer).to(plain.dtype)
+        page += slot // BLOCK_SIZE * block_step + slot % BLOCK_SIZE * token_step
         row = plain + (layer.to(tl.int64) * tl.num_programs(0) + token) * (HEADS * SIZE)
-        channel = tl.arange(0, PADDED)
-        for head in tl.range(0, HEADS):
-            paged_row, plain_row = page + head * head_step, row + head * SIZE
-            if ALIGNED:
-                paged_row = tl.multiple_of(paged_row, 16)
-                plain_row = tl.multiple_of(plain_row, 16)
-            paged_at, plain_at = paged_row + channel * channel_step, plain_row + channel
-            if PADDED == SIZE:
-                if GATHER:
-                    tl.store(plain_at, tl.load(paged_at))
-                else:
-                    tl.store(paged_at, tl.load(plain_at))
+        if ALIGNED:
+            page = tl.multiple_of(page, 16)
+            row = tl.multiple_of(row, 16)
+        channel = tl.arange(0, PADDED)[None, :]
+        for start in tl.range(0, HEADS, AT_ONCE):
+            head = start + tl.arange(0, AT_ONCE)[:, None]
+            paged_at = page + head * head_step + channel * channel_step
+            plain_at = row + head * SIZE + channel
+            inside = head < HEADS
+            if PADDED != SIZE:
+                inside = inside & (channel < SIZE)
+            if GATHER:
+                tl.store(plain_at, tl.load(paged_at, mask=inside), mask=inside)
             else:
-                if GATHER:
-                    tl.store(plain_at, tl.load(paged_at, mask=channel < SIZE), mask=channel < SIZE)
-                else:
-                    tl.store(paged_at, tl.load(plain_at, mask=channel < SIZE), mask=channel < SIZE)
+                tl.store(paged_at, tl.load(plain_at, mask=inside), mask=inside)
 
 
 def gather_slots(tiles: Tiles, slots: np.ndarray, *, plain: torch.Tensor) -> None:
@@ -68,6 +68,7 @@ def _move(tiles: Tiles, slots: np.ndarray, plain: torch.Tensor, gather: bool) ->
         return
     pages = paged(tiles)
     token_step, channel_step = (pages.row_step, 1) if tiles.token_major else (1, pages.row_step)
+    padded = triton.next_power_of_2(tiles.head_size)
     row_nbytes = tiles.head_size * tiles.itemsize
     aligned = pages.aligned and tiles.token_major and row_nbytes % 16 == 0 and plain.data_ptr() % 16 == 0
     copy_slots[(len(slots), tiles.num_layers)](
@@ -80,8 +81,9 @@ def _move(tiles: Tiles, slots: np.ndarray, plain: torch.Tensor, gather: bool) ->
         channel_step,
         HEADS=tiles.num_heads,
         SIZE=tiles.head_size,
-        PADDED=triton.next_power_of_2(tiles.head_size),
+        PADDED=padded,
         BLOCK_SIZE=tiles.block_size,
         ALIGNED=aligned,
         GATHER=gather,
+        AT_ONCE=min(triton.next_power_of_2(tiles.num_heads), max(1, _VALUES_AT_ONCE // padded)),
     )

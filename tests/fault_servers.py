@@ -128,6 +128,7 @@ class RespServer:
         self.commands: list[bytes] = []
         self._stop = threading.Event()
         self._listener: socket.socket | None = None
+        self._connections: list[socket.socket] = []
         self.port = free_port()
         self.start()
 
@@ -147,6 +148,10 @@ class RespServer:
             self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
             self._listener = None
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._connections.clear()
 
     def _accept(self, listener: socket.socket, stop: threading.Event) -> None:
         while not stop.is_set():
@@ -154,6 +159,7 @@ class RespServer:
                 connection, _ = listener.accept()
             except OSError:
                 return
+            self._connections.append(connection)
             threading.Thread(target=self._serve, args=(connection, stop), daemon=True).start()
 
     def _serve(self, connection: socket.socket, stop: threading.Event) -> None:

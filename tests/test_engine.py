@@ -49,7 +49,7 @@ def rest(engine) -> None:
 
 @pytest.mark.parametrize("layout", [
     SMALL,
-    KVLayout(num_layers=1, num_kv_heads=1, head_size=1, block_size=1, chunk_tokens=1, dtype="fp8_e4m3"),
+    KVLayout(num_layers=1, num_kv_heads=1, head_size=4, block_size=1, chunk_tokens=1, dtype="fp8_e4m3"),
     KVLayout(num_layers=3, num_kv_heads=2, head_size=5, block_size=2, chunk_tokens=6, dtype="float16"),
     KVLayout(num_layers=2, num_kv_heads=3, head_size=8, block_size=16, chunk_tokens=16, dtype="float32"),
     KVLayout(num_layers=4, num_kv_heads=2, head_size=64, block_size=16, chunk_tokens=256),
@@ -58,7 +58,7 @@ def rest(engine) -> None:
 def test_round_trip(layout, tiers, tmp_path):
     identity, rng = Identity(layout=layout, weights="w"), np.random.default_rng(0)
     settings = {"memory_bytes": 40 * layout.chunk_nbytes if tiers != "disk" else 0, "write": "back" if tiers == "back" else "through",
-                "disk_path": tmp_path if tiers != "memory" else None, "verify": True}  # fmt: skip
+                "disk_path": tmp_path if tiers != "memory" else None, "verify": True, "staging_bytes": 1 << 20}  # fmt: skip
     with CacheEngine(identity, **settings) as engine:
         for count in (0, 1, layout.chunk_tokens - 1, layout.chunk_tokens, 3 * layout.chunk_tokens + 1):
             tokens = rng.integers(0, 2**31, count)

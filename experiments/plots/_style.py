@@ -19,11 +19,13 @@ __all__ = [
     "TEMPLATES",
     "ArmStyle",
     "arm_styles",
+    "bar_fill",
     "label_text",
     "new_figure",
     "no_data_figure",
     "phase_text",
     "point_marker",
+    "row_label",
     "seconds_axis",
 ]
 
@@ -78,10 +80,28 @@ def phase_text(phase: str) -> str:
     return label_text(PHASE_TEXT.get(phase, phase))
 
 
+def row_label(arm_label: str, phase: str, n: int) -> str:
+    """The name of a row of marks."""
+    return f"{label_text(arm_label)}, {label_text(phase)} (n = {n})"
+
+
 def point_marker(style: ArmStyle, phase: str, size: int = 10) -> dict[str, Any]:
     """The mark of a request of an arm: open for a first question, filled for a repeated one."""
     symbol = f"{style.symbol}-open" if phase == "first" else style.symbol
-    return {"symbol": symbol, "size": size, "color": style.color, "opacity": 0.8, "line": {"width": 1.6}}
+    return {
+        "symbol": symbol,
+        "size": size,
+        "color": style.color,
+        "opacity": 0.8,
+        "line": {"width": 1.6, "color": style.color},
+    }
+
+
+def bar_fill(color: str, pattern: str) -> dict[str, Any]:
+    """A bar in its colour, hatched in white."""
+    return {"color": color, "line": {"width": 0},
+            "pattern": {"shape": pattern, "fillmode": "replace", "bgcolor": color, "fgcolor": "rgba(255,255,255,0.75)",
+                        "solidity": 0.22, "size": 7}}  # fmt: skip
 
 
 def label_text(text: Any) -> str:
@@ -92,14 +112,14 @@ def label_text(text: Any) -> str:
 def _template(ink: str, paper: str, grid: str, quiet: str) -> go.layout.Template:
     axis = {
         "gridcolor": grid, "zerolinecolor": grid, "linecolor": grid, "ticks": "outside", "tickcolor": grid,
-        "automargin": True, "title": {"standoff": 10}, "minor": {"gridcolor": grid, "griddash": "dot"},
+        "automargin": True, "title": {"standoff": 10, "font": {"size": 13}}, "minor": {"gridcolor": grid, "griddash": "dot"},
     }  # fmt: skip
     return go.layout.Template(
         layout={
             "font": {"family": _FONT, "size": 13, "color": ink},
             "paper_bgcolor": paper,
             "plot_bgcolor": paper,
-            "title": {"x": 0, "xref": "paper", "xanchor": "left", "font": {"size": 17},
+            "title": {"x": 0, "xref": "container", "xanchor": "left", "font": {"size": 17},
                       "subtitle": {"font": {"size": 12.5, "color": quiet}}},
             "xaxis": axis,
             "yaxis": axis,
@@ -131,7 +151,7 @@ def new_figure(title: str, subtitle: str, *, template: str, height: int, figure:
     figure.update_layout(
         template=TEMPLATES.get(template, template),
         title={"text": title, "subtitle": {"text": subtitle}, "y": 1, "yref": "container", "yanchor": "top",
-               "pad": {"t": 18}},
+               "pad": {"t": 18, "l": 16}},
         height=height,
         autosize=True,
         margin={"l": 16, "r": 24, "t": 92, "b": 16},

@@ -4,7 +4,7 @@ import plotly.graph_objects as go
 import polars as pl
 from plotly.subplots import make_subplots
 
-from experiments.plots._style import arm_styles, label_text, new_figure, no_data_figure, phase_text
+from experiments.plots._style import arm_styles, bar_fill, label_text, new_figure, no_data_figure, phase_text
 from experiments.summary import answered, arm_labels, arm_rank, hit_rates, phase_rank
 from experiments.units import share_text
 
@@ -42,7 +42,7 @@ def plot_hit_rates(data: pl.DataFrame, *, template: str = "light", badge: str = 
                 name=label_text(group["arm_label"][0]), legendgroup=group["arm"][0], showlegend=column == 1,
                 text=[_bar_text(rate) for rate in group["hit_rate"]], textposition="outside", cliponaxis=False,
                 textfont={"size": 11}, textangle=0, hovertext=_hover(group), hoverinfo="text",
-                marker={"color": style.color, "pattern": {"shape": style.pattern, "solidity": 0.2}},
+                marker=bar_fill(style.color, style.pattern),
                 row=1, col=column,
             )  # fmt: skip
     figure.update_layout(barmode="group", bargap=0.25, bargroupgap=0.05, margin_t=124)

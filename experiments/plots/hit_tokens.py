@@ -48,10 +48,10 @@ def plot_hit_tokens(data: pl.DataFrame, *, template: str = "light", badge: str =
     styles = arm_styles([group["arm"][0] for group in arms])
     columns = min(_COLUMNS, len(arms))
     rows = -(-len(arms) // columns)
-    titles = [f"{label_text(g['arm_label'][0])} (n = {g.height})" for g in arms]
+    titles = [label_text(g["arm_label"][0]) for g in arms]
     figure = make_subplots(rows=rows, cols=columns, shared_xaxes="all", shared_yaxes="all", subplot_titles=titles,
                            horizontal_spacing=0.03, vertical_spacing=0.16)  # fmt: skip
-    new_figure(_TITLE, f"{label_text(badge)} · n = {data.height} requests; the dashed line is the workload's upper bound",
+    new_figure(_TITLE, f"{label_text(badge)} · {data.height} requests; dashed: the workload's upper bound",
                template=template, height=140 + 300 * rows, figure=figure)  # fmt: skip
     most = max(data["expected_hit_tokens"].max(), data["cached_tokens"].max(), 1)
     shown: set[str] = set()

@@ -13,9 +13,10 @@ from experiments.plots._style import (
     no_data_figure,
     phase_text,
     point_marker,
+    row_label,
 )
 from experiments.summary import MEDIAN_SAMPLES, arm_rank, median_if_enough, paired_requests, phase_rank
-from experiments.units import seconds_text
+from experiments.units import seconds_text, times_text
 
 __all__ = ["plot_speedup", "speedup_data"]
 
@@ -55,7 +56,8 @@ def plot_speedup(data: pl.DataFrame, *, template: str = "light", badge: str = "m
     figure.update_xaxes(type="log", range=[log10(low) - 0.06, log10(high) + 0.06], tickvals=ticks,
                         ticktext=[f"{t:g}×" for t in ticks],
                         title="TTFT without reuse / TTFT of the arm (log scale)")  # fmt: skip
-    names = [f"{label_text(g['arm_label'][0])}, {phase_text(g['phase'][0])} (n = {g.height})" for g in groups]
+    figure.update_layout(margin_r=84)
+    names = [row_label(g["arm_label"][0], g["phase"][0], g.height) for g in groups]
     figure.update_yaxes(tickvals=list(range(len(groups))), ticktext=names, range=[len(groups) - 0.4, -0.6])
     return figure
 
@@ -72,10 +74,10 @@ def _hover(group: pl.DataFrame) -> list[str]:
 def _mark_median(figure: go.Figure, group: pl.DataFrame, place: int) -> None:
     median = group["median_speedup"][0]
     if median is None:
-        text = "n too small for a median"
+        text = "n too small"
     else:
-        text = f"{median:.{1 if median >= 2 else 2}f}×"
+        text = f"{times_text(median)}×"
         figure.add_shape(type="line", x0=median, x1=median, y0=place - 0.4, y1=place + 0.4, layer="below",
                          line={"color": REFERENCE_COLOR, "width": 4})  # fmt: skip
-    figure.add_annotation(text=text, x=1, xref="paper", xanchor="left", xshift=6, y=place, yref="y", showarrow=False,
+    figure.add_annotation(text=text, x=1, xref="paper", xanchor="left", xshift=8, y=place, yref="y", showarrow=False,
                           font={"size": 12})  # fmt: skip

@@ -72,7 +72,7 @@ def _thinned(changes: pl.DataFrame) -> pl.DataFrame:
         .group_by(*keys, pl.col("time_s").floordiv(step).alias("bin"), maintain_order=True)
         .agg(pl.col("row", "time_s", "used_bytes").last(), pl.col("changed_bytes", "chunks").sum())
         .sort("row")
-        .select(_SCHEMA)
+        .select(*_SCHEMA)
     )
 
 

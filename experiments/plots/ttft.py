@@ -13,6 +13,7 @@ from experiments.plots._style import (
     no_data_figure,
     phase_text,
     point_marker,
+    row_label,
     seconds_axis,
 )
 from experiments.summary import answered, arm_rank, median_if_enough, phase_rank
@@ -51,8 +52,8 @@ def plot_ttft(data: pl.DataFrame, *, template: str = "light", badge: str = "meas
     groups = data.partition_by("arm", "phase", maintain_order=True)
     styles = arm_styles(data["arm"].unique(maintain_order=True).to_list())
     rows_height = 30 * len(groups)
-    height = 92 + rows_height + 300 + 110
-    share = rows_height / (rows_height + 300)
+    height = 92 + rows_height + 280 + 90
+    share = rows_height / (rows_height + 280)
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.07, row_heights=[share, 1 - share])
     new_figure(_TITLE, f"{label_text(badge)} · {_counts_text(data)}", template=template, height=height, figure=figure)
     for place, group in enumerate(groups):
@@ -60,19 +61,20 @@ def plot_ttft(data: pl.DataFrame, *, template: str = "light", badge: str = "meas
         figure.add_trace(_points(group, place, style), row=1, col=1)
         figure.add_trace(_curve(group, style), row=2, col=1)
         _mark_median(figure, group, place)
-    names = [f"{label_text(g['arm_label'][0])}, {phase_text(g['phase'][0])} (n = {g['n'][0]})" for g in groups]
+    names = [row_label(g["arm_label"][0], g["phase"][0], g.height) for g in groups]
     axis = seconds_axis(data["ttft_s"].to_list(), title="time to first token (log scale)")
     figure.update_xaxes(axis | {"title": None}, row=1, col=1)
     figure.update_xaxes(axis, row=2, col=1)
     figure.update_yaxes(
         tickvals=list(range(len(groups))), ticktext=names, range=[len(groups) - 0.4, -0.6], row=1, col=1
     )
+    figure.update_layout(showlegend=False, margin_r=84)
     figure.update_yaxes(title="requests served (%)", range=[-3, 104], dtick=25, row=2, col=1)
     return figure
 
 
 def _counts_text(data: pl.DataFrame) -> str:
-    return f"n = {data.height} requests, {data['n'].min()} or more in each row; the bar is the median, given from n = 5"
+    return f"{data.height} requests, n = {data['n'].min()} or more in each row"
 
 
 def _points(group: pl.DataFrame, place: int, style: ArmStyle) -> go.Scatter:
@@ -100,10 +102,10 @@ def _curve(group: pl.DataFrame, style: ArmStyle) -> go.Scatter:
 def _mark_median(figure: go.Figure, group: pl.DataFrame, place: int) -> None:
     median = group["median_s"][0]
     if median is None:
-        figure.add_annotation(text=f"n too small for a median ({group.height})", x=1, xref="paper", y=place, yref="y",
-                              xanchor="right", showarrow=False, font={"size": 11})  # fmt: skip
-        return
-    figure.add_shape(type="line", x0=median, x1=median, y0=place - 0.42, y1=place + 0.42, xref="x", yref="y",
-                     line={"color": REFERENCE_COLOR, "width": 4}, layer="below")  # fmt: skip
-    figure.add_annotation(text=seconds_text(median), x=1, xref="paper", y=place, yref="y", xanchor="right",
-                          showarrow=False, font={"size": 12})  # fmt: skip
+        text = "n too small"
+    else:
+        text = seconds_text(median)
+        figure.add_shape(type="line", x0=median, x1=median, y0=place - 0.42, y1=place + 0.42, xref="x", yref="y",
+                         line={"color": REFERENCE_COLOR, "width": 4}, layer="below")  # fmt: skip
+    figure.add_annotation(text=text, x=1, xref="paper", xanchor="left", xshift=8, y=place, yref="y", showarrow=False,
+                          font={"size": 12})  # fmt: skip

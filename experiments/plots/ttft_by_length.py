@@ -57,6 +57,13 @@ def plot_ttft_by_length(data: pl.DataFrame, *, template: str = "light", badge: s
                            name=f"{label_text(group['arm_label'][0])}, {phase} (n = {group.height})",
                            hovertext=hover, hoverinfo="text",
                            marker=point_marker(styles[group["arm"][0]], group["phase"][0]))  # fmt: skip
-    figure.update_xaxes(title="prompt length (tokens)", tickformat=",")
+    figure.update_xaxes(title="prompt length (tokens)", tickformat=",", range=_around(data["prompt_tokens"].to_list()))
     figure.update_yaxes(seconds_axis(data["ttft_s"].to_list(), title="time to first token (log scale)"))
     return figure
+
+
+def _around(lengths: list[int]) -> list[float]:
+    """A range that does not make a trend out of prompts of almost one length."""
+    low, high = min(lengths), max(lengths)
+    room = max(0.05 * (high - low), 0.15 * high if high - low < 0.1 * high else 0)
+    return [low - room, high + room]

@@ -4,7 +4,7 @@ import plotly.graph_objects as go
 import polars as pl
 from plotly.subplots import make_subplots
 
-from experiments.plots._style import PART_STYLES, label_text, new_figure, no_data_figure, phase_text
+from experiments.plots._style import PART_STYLES, bar_fill, label_text, new_figure, no_data_figure, phase_text
 from experiments.summary import NO_REUSE, answered, arm_rank, median_if_enough, phase_rank
 from experiments.units import seconds_text
 
@@ -14,6 +14,7 @@ _TITLE = "What the first token waited for"
 _PARTS = ("queue", "load", "prefill", "rest")
 # Arms with reuse get a panel of their own when the longest bar is this many times theirs.
 _ENLARGE_FROM = 3
+_TEXT_ROOM = 2.1  # width of a panel in longest bars; the texts take the rest
 
 
 def ttft_parts_data(requests: pl.DataFrame) -> pl.DataFrame:
@@ -77,21 +78,17 @@ def _bars(frame: pl.DataFrame, part: str, *, legend: bool) -> go.Bar:
     ]
     return go.Bar(x=values, y=[label_text(label) for label in frame["arm_label"]], orientation="h", name=part,
                   legendgroup=part, showlegend=legend, hovertext=hover, hoverinfo="text",
-                  marker={"color": color, "pattern": {"shape": pattern, "solidity": 0.25},
-                          "line": {"width": 0}})  # fmt: skip
+                  marker=bar_fill(color, pattern))  # fmt: skip
 
 
 def _label_bars(figure: go.Figure, frame: pl.DataFrame, row: int) -> None:
-    """The figures behind each bar, to its right where there is room."""
+    """The figures behind each bar, to its right."""
     totals = [sum(r[f"{part}_s"] or 0 for part in _PARTS) for r in frame.iter_rows(named=True)]
     longest = max(totals) or 1
     for place, total in zip(frame.iter_rows(named=True), totals, strict=True):
-        text = _parts_text(place)
-        inside = total > 0.55 * longest
-        figure.add_annotation(text=text, x=total, y=label_text(place["arm_label"]), row=row, col=1, showarrow=False,
-                              xanchor="right" if inside else "left", xshift=-6 if inside else 6,
-                              font={"size": 12, "color": "#000000"} if inside else {"size": 12})  # fmt: skip
-    figure.update_xaxes(range=[0, longest * 1.02], row=row, col=1)
+        figure.add_annotation(text=_parts_text(place), x=total, y=label_text(place["arm_label"]), row=row, col=1,
+                              showarrow=False, xanchor="left", xshift=6, font={"size": 12})  # fmt: skip
+    figure.update_xaxes(range=[0, longest * _TEXT_ROOM], row=row, col=1)
     figure.update_yaxes(autorange="reversed", row=row, col=1)
 
 

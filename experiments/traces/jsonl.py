@@ -10,7 +10,7 @@ import json
 import numpy as np
 from numba import njit
 
-__all__ = ["COLUMNS", "RowProblem", "scan_lines"]
+__all__ = ["COLUMNS", "RowError", "scan_lines"]
 
 COLUMNS = ("timestamp", "input_length", "output_length", "hash_ids", "chat_id")
 TIMESTAMP, INPUT, OUTPUT, HASH_IDS, CHAT = range(5)
@@ -19,7 +19,7 @@ KEYS = np.frombuffer(b"".join(name.encode().ljust(16, b"\0") for name in COLUMNS
 OK, MALFORMED, MISSING, NEGATIVE, NOT_WHOLE = range(5)  # NOT_WHOLE: a fraction or a number beyond 64 bits
 
 
-class RowProblem(Exception):
+class RowError(Exception):
     """One row that cannot be used.
 
     Args:
@@ -33,7 +33,7 @@ class RowProblem(Exception):
         self.row, self.kind, self.message = row, kind, message
 
 
-def scan_lines(data: np.ndarray) -> tuple[dict[str, np.ndarray], list[RowProblem]]:
+def scan_lines(data: np.ndarray) -> tuple[dict[str, np.ndarray], list[RowError]]:
     """Read JSON lines.
 
     Args:
@@ -56,20 +56,20 @@ def scan_lines(data: np.ndarray) -> tuple[dict[str, np.ndarray], list[RowProblem
     return columns, [_explain(data, *problem) for problem in problems[:bad].tolist()]
 
 
-def _explain(data: np.ndarray, row: int, code: int, first: int, last: int) -> RowProblem:
+def _explain(data: np.ndarray, row: int, code: int, first: int, last: int) -> RowError:
     text = data[first:last].tobytes()
     try:
         value = json.loads(text)
     except ValueError as error:
-        return RowProblem(row, "not JSON", f"not JSON ({error}): {text[:60]!r}")
+        return RowError(row, "not JSON", f"not JSON ({error}): {text[:60]!r}")
     if not isinstance(value, dict):
-        return RowProblem(row, "not an object", f"a JSON object is expected, got {text[:60]!r}")
+        return RowError(row, "not an object", f"a JSON object is expected, got {text[:60]!r}")
     missing = [name for name in COLUMNS[:4] if name not in value]
     if missing:
-        return RowProblem(row, "missing column", f"missing {', '.join(missing)}; got {', '.join(value)}")
+        return RowError(row, "missing column", f"missing {', '.join(missing)}; got {', '.join(value)}")
     if code == NEGATIVE:
-        return RowProblem(row, "negative id", "hash_ids holds a negative id")
-    return RowProblem(row, "wrong type", f"lengths and ids must be whole numbers, ids a list: {text[:100]!r}")
+        return RowError(row, "negative id", "hash_ids holds a negative id")
+    return RowError(row, "wrong type", f"lengths and ids must be whole numbers, ids a list: {text[:100]!r}")
 
 
 @njit(cache=True, nogil=True)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import polars as pl
 
-from experiments.traces.jsonl import RowProblem, scan_lines
+from experiments.traces.jsonl import RowError, scan_lines
 from experiments.traces.trace import Trace
 from experiments.traces.tree import densify
 from workbench.errors import InvalidInputError, UnknownNameError
@@ -141,7 +141,7 @@ def trace_from_frame(frame: pl.DataFrame, *, name: str = "frame", block_tokens: 
     problems = []
     for what, column in (("block_ids", lists), ("input_tokens", input_tokens)):
         nulls = column.is_null().to_numpy().nonzero()[0]
-        problems += [RowProblem(int(row) + 1, "missing value", f"{what} is missing") for row in nulls]
+        problems += [RowError(int(row) + 1, "missing value", f"{what} is missing") for row in nulls]
     lists, input_tokens = lists.fill_null([]), input_tokens.fill_null(0)
     rows = len(frame)
     columns = {
@@ -175,7 +175,7 @@ def _read_hash_lines(request: ReadRequest, block_tokens: int, seconds: float) ->
         columns, bad = scan_lines(data[first:last])
         columns["row"] = columns["row"] + rows
         parts.append(columns)
-        problems += [RowProblem(p.row + rows, p.kind, p.message) for p in bad]
+        problems += [RowError(p.row + rows, p.kind, p.message) for p in bad]
         rows += int(np.count_nonzero(data[first:last] == 10))
         if request.progress:
             request.progress(last, len(data))
@@ -241,7 +241,7 @@ def _read_weka_sessions(request: ReadRequest) -> Trace:
                 ids += [base + renamed.setdefault(int(b), len(renamed)) for b in row["hash_ids"]]
                 offsets.append(len(ids))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problems.append(RowProblem(session + 1, "bad session", f"{file.name}: {type(error).__name__}: {error}"))
+            problems.append(RowError(session + 1, "bad session", f"{file.name}: {type(error).__name__}: {error}"))
     table = np.array(numbers or np.empty((0, 4)))
     columns = dict(
         hash_ids=np.array(ids, np.int64), offsets=np.array(offsets), row=np.arange(1, len(numbers) + 1),
@@ -271,7 +271,7 @@ def _read_ragpulse(request: ReadRequest) -> Trace:
             first, second = json.loads(line).values()
             sizes[int(first)] = int(second)
     rows = [_ragpulse_row(number, line, sizes) for number, line in _lines(request.path)]
-    good = [row for row in rows if not isinstance(row, RowProblem)]
+    good = [row for row in rows if not isinstance(row, RowError)]
     ids = [b for _, _, _, _, blocks in good for b in blocks]
     sessions: dict[str, int] = {}
     columns = dict(
@@ -283,7 +283,7 @@ def _read_ragpulse(request: ReadRequest) -> Trace:
         output_length=np.array([row[2] for row in good], np.int64),
         chat_id=np.array([sessions.setdefault(row[3], len(sessions)) for row in good], np.int64),
     )
-    problems = [row for row in rows if isinstance(row, RowProblem)]
+    problems = [row for row in rows if isinstance(row, RowError)]
     return _assemble(columns, problems, request, block_tokens=request.block_tokens or 128, sizes=sizes)
 
 
@@ -293,10 +293,10 @@ def _ragpulse_row(number: int, line: str, sizes: dict[int, int]) -> Any:
         blocks = [int(b) for part in row["hash_ids"].values() for b in part]
         unknown = [b for b in blocks if b not in sizes]
         if unknown:
-            return RowProblem(number, "unknown component", f"component {unknown[0]} has no length")
+            return RowError(number, "unknown component", f"component {unknown[0]} has no length")
         return float(row["timestamp"]), int(row["input_length"]), int(row["output_length"]), row["session_id"], blocks
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return RowProblem(number, "bad row", f"{type(error).__name__}: {error}")
+        return RowError(number, "bad row", f"{type(error).__name__}: {error}")
 
 
 def _read_oracle_general(request: ReadRequest) -> Trace:
@@ -365,7 +365,7 @@ def _read_chat(request: ReadRequest) -> Trace:
             session = sessions.setdefault(str(body.get("session_id", body.get("chat_id", ""))), len(sessions))
             clock = float(body.get("timestamp", row))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problems.append(RowProblem(row, "bad row", f"{type(error).__name__}: {error}"))
+            problems.append(RowError(row, "bad row", f"{type(error).__name__}: {error}"))
             continue
         above = -1
         for start in range(0, len(tokens) - size + 1, size):
@@ -410,7 +410,7 @@ TRACE_FORMATS: dict[str, Reader] = {
 
 def _assemble(
     columns: dict[str, np.ndarray],
-    problems: list[RowProblem],
+    problems: list[RowError],
     request: ReadRequest,
     *,
     block_tokens: int,
@@ -446,14 +446,14 @@ def _assemble(
 
 def _bad_rows(
     columns: dict[str, np.ndarray], lengths: np.ndarray, block_tokens: int, *, equal_blocks: bool
-) -> dict[int, RowProblem]:
+) -> dict[int, RowError]:
     """Index -> problem, the first found for each row."""
     tokens, rows = columns["input_length"], columns["row"]
-    found: dict[int, RowProblem] = {}
+    found: dict[int, RowError] = {}
 
     def note(mask: np.ndarray, kind: str, message: Callable[[int], str]) -> None:
         for i in np.flatnonzero(mask).tolist():
-            found.setdefault(i, RowProblem(int(rows[i]), kind, message(i)))
+            found.setdefault(i, RowError(int(rows[i]), kind, message(i)))
 
     note(tokens < 0, "negative length", lambda i: f"input length {tokens[i]:g} is negative")
     note(columns["output_length"] < 0, "negative length", lambda i: f"output length {columns['output_length'][i]:g}")

@@ -54,22 +54,25 @@ class TransferStats(KVConnectorStats):
 
 
 class TransferMetrics(KVConnectorPromMetrics):
-    """Prometheus metrics of the engine, one series a kind of transfer."""
+    """Prometheus metrics of the engine, one series a kind of transfer.
+
+    The names begin with "vllm:", because vLLM clears and lists only what carries its name.
+    """
 
     def __init__(self, vllm_config, metric_types, labelnames, per_engine_labelvalues):
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         labels = [*labelnames, "transfer"]
         seconds = self._histogram_cls(
-            name="kvworkbench_transfer_seconds",
+            name="vllm:kvworkbench_transfer_seconds",
             documentation="Seconds to move one chunk: load (tier to pages), store (pages to memory), write (to a tier).",
             labelnames=labels,
             buckets=_SECONDS,
         )
         nbytes = self._counter_cls(
-            name="kvworkbench_transfer_bytes", documentation="Bytes of KV moved.", labelnames=labels
+            name="vllm:kvworkbench_transfer_bytes", documentation="Bytes of KV moved.", labelnames=labels
         )
         failures = self._counter_cls(
-            name="kvworkbench_transfer_failures",
+            name="vllm:kvworkbench_transfer_failures",
             documentation="Chunks that could not be moved; each is a miss or a chunk not stored.",
             labelnames=labels,
         )

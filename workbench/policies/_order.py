@@ -3,7 +3,8 @@
 
 A template. workbench.policies.compiled joins it with _hooks.py and the methods of one policy into a module, compiled or
 plain. `s[c]` is the record of chunk c, `r` the
-record of scalars, `t` the side table. The names in capitals are answered when the module is written.
+record of scalars, `t` the side table. The names in capitals are answered when the module is written; int_() makes every
+chunk index the same type, so that each function is compiled once.
 
 A victim is never pinned and never has resident children. A candidate of evict() that may not go is set aside and put
 back, through on_return, where evict() took it from: when its last pin or resident child is gone, or when it is hit.
@@ -49,7 +50,7 @@ def become_free(s, r, t, c):
 def detach(s, r, t, c):
     """Chunk c is no longer in the tier: its parent may be a leaf now."""
     r.size -= 1
-    parent = s[c].parent
+    parent = int_(s[c].parent)
     if parent >= 0:
         s[parent].children -= 1
         if s[parent].children == 0 and s[parent]._pins == 0:
@@ -100,7 +101,7 @@ def enter(s, r, t, c):
     clear_fields(s, r, t, c)
     s[c]._state = NEW
     r.size += 1
-    parent = s[c].parent
+    parent = int_(s[c].parent)
     if parent >= 0:
         s[parent].children += 1
         on_child(s, r, t, parent)
@@ -130,17 +131,17 @@ def settle(s, r, t, chunks, start, stop, tail_first):
     """End of a request: the policy hears of chunks[start:stop] in touch order."""
     if tail_first:
         for i in range(stop - 1, start - 1, -1):
-            touch_chunk(s, r, t, chunks[i])
+            touch_chunk(s, r, t, int_(chunks[i]))
     else:
         for i in range(start, stop):
-            touch_chunk(s, r, t, chunks[i])
+            touch_chunk(s, r, t, int_(chunks[i]))
 
 
 def withdraw(s, r, t, c):
-    """Remove c on request. Returns true if the policy has let go of it, false if its index must rest till evicted."""
+    """Remove c on request. Returns 1 if the policy has let go of it, 0 if its index must rest till evict() names it."""
     if s[c]._state == ASIDE:
         put_back(s, r, t, c)
-    let_go = True
+    let_go = 1
     if s[c]._state == ORDERED:
         if REMOVES:
             on_remove(s, r, t, c)
@@ -148,7 +149,7 @@ def withdraw(s, r, t, c):
             s[c]._state = ABSENT
         else:
             s[c]._state = REMOVED
-            let_go = False
+            let_go = 0
     else:
         s[c]._state = ABSENT
     detach(s, r, t, c)
@@ -160,3 +161,23 @@ def unpin(s, r, t, c):
     s[c]._pins = 0
     if s[c].children == 0:
         become_free(s, r, t, c)
+
+
+NEXT, TAKE, SET_ASIDE, PUT_BACK, WITHDRAW, UNPIN = range(6)
+
+
+def act(s, r, t, what, c):
+    """One entry for the live engine, so that it compiles once: what to do, with which chunk."""
+    if what == NEXT:
+        return next_candidate(s, r, t, c)
+    if what == TAKE:
+        take(s, r, t, c)
+    elif what == SET_ASIDE:
+        set_aside(s, r, t, c)
+    elif what == PUT_BACK:
+        put_back(s, r, t, c)
+    elif what == WITHDRAW:
+        return withdraw(s, r, t, c)
+    elif what == UNPIN:
+        unpin(s, r, t, c)
+    return 0

@@ -26,7 +26,7 @@ def sift_up(t, i, value, order, c):
         up = (i - 1) >> 1
         if not goes_before(t, value, order, up):
             break
-        place(t, i, t[up]._score, t[up]._order, t[up]._chunk)
+        place(t, i, t[up]._score, t[up]._order, int_(t[up]._chunk))
         i = up
     place(t, i, value, order, c)
 
@@ -41,7 +41,7 @@ def sift_down(t, size, value, order, c):
             down += 1
         if goes_before(t, value, order, down):
             break
-        place(t, i, t[down]._score, t[down]._order, t[down]._chunk)
+        place(t, i, t[down]._score, t[down]._order, int_(t[down]._chunk))
         i = down
     place(t, i, value, order, c)
 
@@ -49,7 +49,7 @@ def sift_down(t, size, value, order, c):
 def drop_top(r, t):
     r._heap -= 1
     last = r._heap
-    sift_down(t, last, t[last]._score, t[last]._order, t[last]._chunk)
+    sift_down(t, last, t[last]._score, t[last]._order, int_(t[last]._chunk))
 
 
 def drop_stale(s, r, t):
@@ -59,7 +59,7 @@ def drop_stale(s, r, t):
     for i in range(size):
         value = t[i]._score
         order = t[i]._order
-        c = t[i]._chunk
+        c = int_(t[i]._chunk)
         if s[c]._order == order:
             sift_up(t, live, value, order, c)
             live += 1
@@ -108,12 +108,12 @@ def on_child(s, r, t, c):
 
 def evict(s, r, t):
     while r._heap > 0:
-        c = t[0]._chunk
+        c = int_(t[0]._chunk)
         order = t[0]._order
         if s[c]._order != order:
             drop_top(r, t)
             continue
-        if LEAVES_ONLY:
+        if LEAVES_ONLY:  # noqa: SIM102 - answered when the module is written
             if s[c].children > 0 or s[c]._pins > 0:
                 s[c]._order = 0
                 drop_top(r, t)

@@ -21,6 +21,7 @@ __all__ = ["LivePolicy", "TouchOrder"]
 
 TouchOrder = Literal["tail_first", "head_first"]
 BROKEN = -2
+NEXT, TAKE, SET_ASIDE, PUT_BACK, WITHDRAW, UNPIN = range(6)  # of act() in _order.py
 FIRST_CHUNKS = 256  # records allocated at first; they double on demand
 
 
@@ -139,7 +140,7 @@ class LivePolicy:
             self._pins[slot] = count - 1
             return
         del self._pins[slot]
-        self._state.module.unpin(self._state.s, self._state.r, self._state.t, slot)
+        self._act(UNPIN, slot)
         if slot not in self._index:  # it was removed while pinned
             del self._slot[c]
             self._release(slot)
@@ -181,7 +182,7 @@ class LivePolicy:
         slot = self._slot[c]
         del self._index[slot], self._keys[slot]
         state = self._state
-        if not state.module.withdraw(state.s, state.r, state.t, slot):
+        if not self._act(WITHDRAW, slot):
             self._resting.add(slot)
         self._batch = [other for other in self._batch if other != slot]
         if slot not in self._pins:
@@ -199,25 +200,26 @@ class LivePolicy:
         return self._pins.get(self._slot[c], 0)
 
     def _next(self, keep: Callable[[int], bool] | None, incoming: Hashable) -> int:
-        state, module = self._state, self._state.module
-        arrays = state.s, state.r, state.t
         spared: list[int] = []
         wanted = self._ghosts.get(incoming, -1)
-        while (slot := module.next_candidate(*arrays, wanted)) >= 0 and keep is not None and keep(self._index[slot]):
-            module.set_aside(*arrays, slot)
+        while (slot := self._act(NEXT, wanted)) >= 0 and keep is not None and keep(self._index[slot]):
+            self._act(SET_ASIDE, slot)
             spared.append(slot)
         self._collect_buried()
         if slot == BROKEN:
-            named = state.get_scalar("_broken")
             raise PolicyError(
-                f"evict() of {self.policy!r} returned {named}, which is not a chunk in its order; it holds "
-                f"{len(self)} of about {self.capacity_chunks} chunks"
+                f"evict() of {self.policy!r} returned {self._state.get_scalar('_broken')}, which is not a chunk in its "
+                f"order; it holds {len(self)} of about {self.capacity_chunks} chunks"
             )
         if slot >= 0:
-            module.take(*arrays, slot)
+            self._act(TAKE, slot)
         for other in reversed(spared):
-            module.put_back(*arrays, other)
+            self._act(PUT_BACK, other)
         return int(slot)
+
+    def _act(self, what: int, slot: int) -> int:
+        state = self._state
+        return state.module.act(state.s, state.r, state.t, what, slot)
 
     def _take_slot(self) -> int:
         if not self._free:
@@ -270,6 +272,7 @@ def _compile_live(state: State) -> None:
 
     arrays = tuple(typeof(part) for part in (state.s, state.r, state.t))
     chunk = types.int64
-    for name in ("next_candidate", "take", "set_aside", "put_back", "enter", "withdraw", "unpin", "is_ghost"):
+    for name in ("enter", "is_ghost"):
         getattr(state.module, name).compile((*arrays, chunk))
+    state.module.act.compile((*arrays, chunk, chunk))
     state.module.settle.compile((*arrays, types.int64[::1], types.intp, types.intp, types.boolean))

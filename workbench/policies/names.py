@@ -16,7 +16,10 @@ from workbench.policies.base import form_of, registered_policies
 
 __all__ = ["policy_names", "resolve_policy", "save_policy", "user_policy_folder"]
 
-NOT_POLICIES = {"base", "compiled", "live", "names", "notebook", "rewriting", "pool", "queues", "vllm_offload"}
+NOT_POLICIES = {
+    "base", "compiled", "generating", "live", "names", "notebook", "plain", "pool", "queues", "rewriting",
+    "vllm_offload",
+}  # fmt: skip
 
 
 def policy_names() -> list[str]:

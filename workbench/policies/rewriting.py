@@ -165,7 +165,11 @@ class _MethodRewriter(ast.NodeTransformer):
             )
         rows = "_t" if name in self.form.table else "_s"
         row = ast.Subscript(ast.Name(rows, ast.Load()), index, ast.Load())
-        return ast.copy_location(ast.Attribute(row, name, node.ctx), node)
+        value = ast.copy_location(ast.Attribute(row, name, node.ctx), node)
+        kind = {**self.form.fields, **self.form.table, **CHUNK_FIELDS}[name]
+        if isinstance(node.ctx, ast.Load) and np.dtype(kind).kind in "iub":
+            return ast.copy_location(ast.Call(ast.Name("int_", ast.Load()), [value], []), node)  # one integer type
+        return value
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         name = self._attribute(node.func)

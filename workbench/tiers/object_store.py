@@ -10,12 +10,14 @@ again. Records are copied once in each direction, out of and into obstore's memo
 """
 
 import asyncio
+import os
 import re
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from datetime import timedelta
 from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 import obstore
@@ -25,14 +27,14 @@ from obstore.store import from_url
 from workbench.chunks import Chunk
 from workbench.errors import InvalidInputError
 from workbench.record import header_nbytes
-from workbench.tiers.remote import Pace, RemoteFault, RemoteTier, Written
+from workbench.tiers.remote import Pace, RemoteError, RemoteTier, Written
 from workbench.tiers.sealed import Seal
 
 __all__ = ["ObjectStoreTier"]
 
 _PIECE = 1 << 20  # a download is watched in steps of this size
 _TRANSFERS_AT_ONCE = 8
-_QUESTIONS_AT_ONCE = 64
+_QUESTIONS_AT_ONCE = 64  # HEAD and DELETE
 _STATUS = re.compile(r"status code: (\d{3})")
 
 
@@ -47,7 +49,6 @@ class ObjectStoreTier(RemoteTier):
         options: Settings of the store by obstore's names, as in {"endpoint": "http://127.0.0.1:9000"}.
         client_options: Settings of the HTTP client by obstore's names, as in {"allow_http": True}.
         timeout_seconds: The longest that a call waits for a silent server, connecting included.
-        min_bytes_per_second: A transfer slower than this counts as silence.
         seal: Signs records; see `workbench.tiers.sealed`.
 
     Raises:
@@ -58,9 +59,8 @@ class ObjectStoreTier(RemoteTier):
 
     def __init__(self, url: str, *, identity: bytes = bytes(32), options: dict[str, Any] | None = None,
                  client_options: dict[str, Any] | None = None, timeout_seconds: float = 0.25,
-                 min_bytes_per_second: float = 10e6, seal: Seal | None = None):  # fmt: skip
-        super().__init__(identity=identity, timeout_seconds=timeout_seconds,
-                         min_bytes_per_second=min_bytes_per_second, seal=seal)  # fmt: skip
+                 seal: Seal | None = None):  # fmt: skip
+        super().__init__(identity=identity, timeout_seconds=timeout_seconds, seal=seal)
         self.url = url
         self._store = _open_store(url, options or {}, client_options or {}, timeout_seconds)
         self._conditional = True  # until the store says that it knows no condition
@@ -73,11 +73,11 @@ class ObjectStoreTier(RemoteTier):
         async def find(i: int, pace: Pace) -> None:
             try:
                 found[i] = (await self._size(keys[i], pace)) is not None
-            except RemoteFault as fault:
+            except RemoteError as fault:
                 if fault.outage:
                     raise
 
-        self._run([lambda pace, i=i: find(i, pace) for i in range(len(keys))], one_pace=True)
+        self._run([lambda pace, i=i: find(i, pace) for i in range(len(keys))], at_once=_QUESTIONS_AT_ONCE)
 
     def _fetch(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray], reasons: list[str | None]) -> None:
         ends = [(bytearray(header_nbytes(c.num_tokens)), bytearray(self._tag_nbytes)) for c in chunks]
@@ -87,7 +87,7 @@ class ObjectStoreTier(RemoteTier):
             head, tag = ends[i]
             try:
                 reasons[i] = await self._get(chunks[i].key, [head, outs[i], tag], pace)
-            except RemoteFault as fault:
+            except RemoteError as fault:
                 reasons[i] = fault.reason
                 if fault.outage:
                     raise
@@ -105,8 +105,9 @@ class ObjectStoreTier(RemoteTier):
         try:
             for i, (chunk, payload) in enumerate(zip(chunks, payloads, strict=True)):
                 outcomes[i] = self._store_one(chunk, payload)  # one after the other: each takes a copy of its record
-        except RemoteFault as fault:
-            self._rest_writes(fault.reason)
+        except RemoteError as fault:
+            if not fault.outage:
+                self._rest_writes(fault.reason)
             raise
 
     def _store_one(self, chunk: Chunk, payload: np.ndarray) -> Written:
@@ -120,7 +121,7 @@ class ObjectStoreTier(RemoteTier):
         if present[0] == nbytes:
             return "dedup", 0
         header, tag = self._record(chunk, payload)
-        record = b"".join((header, payload, tag))
+        record = b"".join((header, payload.data, tag))
         try:
             self._run([lambda pace: self._put(chunk.key, record, present[0] is None, pace)])
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
@@ -134,7 +135,7 @@ class ObjectStoreTier(RemoteTier):
             except FileNotFoundError:
                 pass  # a directory says so, a bucket does not
 
-        self._run([lambda pace, key=key: remove(key, pace) for key in keys], one_pace=True)
+        self._run([lambda pace, key=key: remove(key, pace) for key in keys], at_once=_QUESTIONS_AT_ONCE)
 
     def _release(self) -> None:
         with self._lock:
@@ -180,22 +181,19 @@ class ObjectStoreTier(RemoteTier):
             self._conditional = False
             await upload("overwrite")
         except FileNotFoundError:
-            raise RemoteFault("no such bucket", outage=False) from None
+            raise RemoteError("no such bucket", outage=False) from None
 
     # ---------------------------------------------------------------- the event loop
 
-    def _run(self, requests: Sequence[Callable[[Pace], Coroutine]], *, one_pace: bool = False) -> None:
-        """Run requests side by side and wait for all; raises what the first that failed raised.
-
-        Each has its own deadline from the moment it starts, or all share one.
-        """
+    def _run(self, requests: Sequence[Callable[[Pace], Coroutine]], *, at_once: int = _TRANSFERS_AT_ONCE) -> None:
+        """Run requests side by side and wait for all; raises what the first that failed raised."""
 
         async def run_all() -> None:
-            shared, places = self._pace(), asyncio.Semaphore(_QUESTIONS_AT_ONCE if one_pace else _TRANSFERS_AT_ONCE)
+            places = asyncio.Semaphore(at_once)
 
             async def run_one(request: Callable[[Pace], Coroutine]) -> None:
                 async with places:
-                    await request(shared if one_pace else self._pace())
+                    await request(self._pace(sharing=min(at_once, len(requests))))
 
             for outcome in await asyncio.gather(*map(run_one, requests), return_exceptions=True):
                 if outcome is not None:
@@ -203,7 +201,7 @@ class ObjectStoreTier(RemoteTier):
 
         with self._lock:
             if self._closed.is_set():
-                raise RemoteFault("closed", outage=False)
+                raise RemoteError("closed", outage=False)
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=_serve, args=(self._loop,), name="kv-object-store", daemon=True).start()
@@ -211,7 +209,10 @@ class ObjectStoreTier(RemoteTier):
         try:
             future.result()
         except CancelledError:
-            raise RemoteFault("closed", outage=False) from None
+            raise RemoteError("closed", outage=False) from None
+        except BaseException:
+            future.cancel()  # after an interrupt nothing may go on writing into the caller's buffer
+            raise
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -238,7 +239,7 @@ async def _within(seconds: float, request: Awaitable[Any]) -> Any:
     try:
         return await asyncio.wait_for(request, seconds)
     except TimeoutError:
-        raise RemoteFault("timeout", outage=True) from None
+        raise RemoteError("timeout", outage=True) from None
     except (FileNotFoundError, exceptions.AlreadyExistsError, exceptions.PreconditionError,
             exceptions.NotSupportedError):  # fmt: skip
         raise
@@ -262,38 +263,38 @@ async def _scatter(stream, views: list[memoryview], pace: Pace) -> None:
             views[0][:n] = left[:n]
             left, views = left[n:], [views[0][n:], *views[1:]] if n < len(views[0]) else views[1:]
     if views:
-        raise RemoteFault("disconnected", outage=True)
+        raise RemoteError("disconnected", outage=True)
 
 
 async def _next(stream) -> Any:
     return await anext(stream, None)
 
 
-def _fault(error: Exception) -> RemoteFault:
+def _fault(error: Exception) -> RemoteError:
     """A named fault for an error of obstore; of its text only the status and the kind are used."""
     text = str(error)
     if isinstance(error, exceptions.PermissionDeniedError):
-        return RemoteFault("http 403", outage=False)
+        return RemoteError("http 403", outage=False)
     if isinstance(error, exceptions.UnauthenticatedError):
-        return RemoteFault("http 401", outage=False)
+        return RemoteError("http 401", outage=False)
     status = _STATUS.search(text)
     if "StartTooLarge" in text or (status and status[1] == "416"):
-        return RemoteFault("corrupt", outage=False)  # an empty object has no first byte
+        return RemoteError("corrupt", outage=False)  # an empty object has no first byte
     if status:
-        return RemoteFault(f"http {status[1]}", outage=status[1].startswith("5") or status[1] == "429")
+        return RemoteError(f"http {status[1]}", outage=status[1].startswith("5") or status[1] == "429")
     if "kind: Timeout" in text or "TimedOut" in text:
-        return RemoteFault("timeout", outage=True)
+        return RemoteError("timeout", outage=True)
     if "ConnectionRefused" in text:
-        return RemoteFault("refused", outage=True)
+        return RemoteError("refused", outage=True)
     if "kind: Connect" in text:
-        return RemoteFault("unreachable", outage=True)
+        return RemoteError("unreachable", outage=True)
     if isinstance(error, OSError):
-        return RemoteFault(type(error).__name__, outage=False)
-    return RemoteFault("disconnected", outage=True)
+        return RemoteError(type(error).__name__, outage=False)
+    return RemoteError("disconnected", outage=True)
 
 
-def _wrong_range() -> RemoteFault:
-    return RemoteFault("not the range asked for", outage=True)
+def _wrong_range() -> RemoteError:
+    return RemoteError("not the range asked for", outage=True)
 
 
 def _path(key: bytes) -> str:
@@ -307,13 +308,13 @@ def _open_store(url: str, options: dict[str, Any], client_options: dict[str, Any
     settings: dict[str, Any] = {}
     if remote:
         settings = {"client_options": {**limits, **client_options}, "retry_config": {"max_retries": 0}}
-    elif url.startswith("file:"):
-        settings = {"mkdir": True}
     try:
-        return from_url(url, config=options or None, **settings) if remote else from_url(url, **settings)
+        if url.startswith("file:"):  # obstore would make it readable by all
+            os.makedirs(unquote(urlsplit(url).path), mode=0o700, exist_ok=True)
+        return from_url(url, config=options, **settings) if remote else from_url(url, **settings)  # pyright: ignore
     except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
         name = type(error).__name__  # the text may repeat options, and with them secrets
         raise InvalidInputError(
-            f"object store tier: {url} with options {sorted(options)} cannot be opened ({name}); allowed are "
-            f"s3://, gs://, az://, file:/// and memory:/// with obstore's names of options"
+            f"object store tier: {url} with options {', '.join(sorted(options)) or 'none'} cannot be opened ({name}); "
+            f"allowed are s3://, gs://, az://, file:/// and memory:/// with obstore's names of options"
         ) from None

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import select
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -24,11 +25,12 @@ from urllib.parse import urlsplit
 import numpy as np
 import redis
 from redis.connection import parse_url
+from redis.exceptions import BusyLoadingError
 
 from workbench.chunks import Chunk
 from workbench.errors import InvalidInputError
 from workbench.record import header_nbytes
-from workbench.tiers.remote import Pace, RemoteFault, RemoteTier, Written
+from workbench.tiers.remote import Pace, RemoteError, RemoteTier, Written
 from workbench.tiers.sealed import Seal
 
 __all__ = ["PASSWORD_VARIABLE", "RedisTier"]
@@ -38,8 +40,8 @@ logger = logging.getLogger(__name__)
 PASSWORD_VARIABLE = "KVWORKBENCH_REDIS_PASSWORD"
 _MAX_VALUE = 512 << 20  # of a string, Redis' proto-max-bulk-len
 _BUFFER = 64 << 10
-_MAX_LINE = 64 << 10
-_IN_FLIGHT = 16  # SETs whose reply is outstanding: an early refusal stops the rest
+_SETS_IN_FLIGHT = 16  # an early refusal stops the rest
+_GETS_IN_FLIGHT = 128 << 20  # bytes: the server holds in its own memory what was asked for and not taken yet
 
 # The server answers but serves nobody, or not us; other refusals concern one command.
 _OUTAGES = {"LOADING", "MASTERDOWN", "CLUSTERDOWN", "BUSY", "NOAUTH", "WRONGPASS", "NOPERM"}
@@ -58,7 +60,6 @@ class RedisTier(RemoteTier):
         password_file: File whose first line is the password.
         ca_file: Certificates that TLS trusts instead of the system's.
         timeout_seconds: The longest that a call waits for a silent server, connecting included.
-        min_bytes_per_second: A transfer slower than this counts as silence.
         expire_seconds: The server forgets a record so long after it was stored; 0 for never.
         seal: Signs records; see `workbench.tiers.sealed`.
 
@@ -70,10 +71,8 @@ class RedisTier(RemoteTier):
 
     def __init__(self, url: str = "redis://127.0.0.1:6379/0", *, identity: bytes = bytes(32),
                  password_file: str | Path | None = None, ca_file: str | Path | None = None,
-                 timeout_seconds: float = 0.25, min_bytes_per_second: float = 10e6, expire_seconds: int = 0,
-                 seal: Seal | None = None):  # fmt: skip
-        super().__init__(identity=identity, timeout_seconds=timeout_seconds,
-                         min_bytes_per_second=min_bytes_per_second, seal=seal)  # fmt: skip
+                 timeout_seconds: float = 0.25, expire_seconds: int = 0, seal: Seal | None = None):  # fmt: skip
+        super().__init__(identity=identity, timeout_seconds=timeout_seconds, seal=seal)
         self.url, self.expire_seconds = url, expire_seconds
         self._class, self._settings = _connection_settings(url, _password(password_file), ca_file)
         self._idle: list[_Wire] = []
@@ -91,11 +90,17 @@ class RedisTier(RemoteTier):
         _raise_outage(refusals)
 
     def _fetch(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray], reasons: list[str | None]) -> None:
+        sizes = [self.nbytes_of(out.nbytes, chunk.num_tokens) for chunk, out in zip(chunks, outs, strict=True)]
+        asked = waiting = 0
         with self._wire() as wire:
-            wire.send(b"".join(_command(b"GET", _name(chunk.key)) for chunk in chunks))
             for i, (chunk, out) in enumerate(zip(chunks, outs, strict=True)):
+                questions = []
+                while asked < len(chunks) and (asked == i or waiting + sizes[asked] <= _GETS_IN_FLIGHT):
+                    questions.append(_command(b"GET", _name(chunks[asked].key)))
+                    waiting, asked = waiting + sizes[asked], asked + 1
+                wire.send(b"".join(questions))
                 reason, refusal = _answer(lambda c=chunk, o=out: self._receive(wire, c, o), "")
-                reasons[i] = reason or refusal
+                reasons[i], waiting = reason or refusal, waiting - sizes[i]
         _raise_outage(reasons)
 
     def _receive(self, wire: "_Wire", chunk: Chunk, out: np.ndarray) -> str:
@@ -107,8 +112,8 @@ class RedisTier(RemoteTier):
             wire.skip(nbytes)
             return self._judge_length(nbytes, expected)
         head, tag = bytearray(header_nbytes(chunk.num_tokens)), bytearray(self._tag_nbytes)
-        for part in (head, out, tag):
-            wire.fill(memoryview(part))
+        for part in (memoryview(head), out.data, memoryview(tag)):
+            wire.fill(part)
         wire.end_of_bulk()
         return self._judge(chunk, head, out, tag)
 
@@ -126,21 +131,20 @@ class RedisTier(RemoteTier):
                     wanted.append(i)
             sent = 0
             for done, i in enumerate(wanted):
-                while sent < len(wanted) and sent - done < _IN_FLIGHT:
+                while sent < len(wanted) and sent - done < _SETS_IN_FLIGHT:
                     self._send_set(wire, chunks[wanted[sent]], payloads[wanted[sent]], there[wanted[sent]] == 0)
                     sent += 1
                 outcomes[i] = self._stored(wire, sizes[i])
                 if outcomes[i][0] not in ("", "dedup"):
-                    raise RemoteFault(outcomes[i][0], outage=outcomes[i][0] in _OUTAGES)
+                    raise RemoteError(outcomes[i][0], outage=outcomes[i][0] in _OUTAGES)
 
     def _lengths(self, wire: "_Wire", chunks: Sequence[Chunk]) -> list[int]:
         """Bytes that lie under each key, 0 for none, -1 for a value that is not a string."""
         wire.send(b"".join(_command(b"STRLEN", _name(chunk.key)) for chunk in chunks))
         answers = [_answer(wire.integer, -1) for _ in chunks]
-        refused = {refusal for _, refusal in answers if refusal and refusal != "WRONGTYPE"}
-        for refusal in refused:
+        if refusal := next((word for _, word in answers if word not in ("", "WRONGTYPE")), ""):
             self._rest_writes(refusal)
-            raise RemoteFault(refusal, outage=refusal in _OUTAGES)
+            raise RemoteError(refusal, outage=refusal in _OUTAGES)
         return [length for length, _ in answers]
 
     def _send_set(self, wire: "_Wire", chunk: Chunk, payload: np.ndarray, only_new: bool) -> None:
@@ -151,7 +155,7 @@ class RedisTier(RemoteTier):
             options += [b"EX", b"%d" % self.expire_seconds]
         nbytes = len(header) + payload.nbytes + len(tag)
         before = b"*%d\r\n%s%s$%d\r\n" % (3 + len(options), _bulk(b"SET"), _bulk(_name(chunk.key)), nbytes)
-        wire.send(before + header, memoryview(payload), tag + b"\r\n" + b"".join(map(_bulk, options)))
+        wire.send(before + header, payload.data, tag + b"\r\n" + b"".join(map(_bulk, options)))
 
     def _stored(self, wire: "_Wire", nbytes: int) -> Written:
         """The reply to SET: nil says that another engine was first."""
@@ -166,7 +170,7 @@ class RedisTier(RemoteTier):
             wire.send(_command(b"DEL", *map(_name, keys)))
             _, refusal = _answer(wire.integer, 0)
         if refusal:
-            raise RemoteFault(refusal, outage=refusal in _OUTAGES)
+            raise RemoteError(refusal, outage=refusal in _OUTAGES)
 
     def _release(self) -> None:
         self._release_idle()
@@ -220,9 +224,9 @@ class RedisTier(RemoteTier):
             return future.result(seconds)
         except FutureTimeout:
             future.add_done_callback(_close_late)
-            raise RemoteFault("timeout", outage=True) from None
+            raise RemoteError("timeout", outage=True) from None
         except (redis.RedisError, OSError) as error:
-            raise RemoteFault(_connect_reason(error), outage=True) from None
+            raise RemoteError(_connect_reason(error), outage=True) from None
 
     def _connect(self, seconds: float) -> redis.Connection:
         connection = self._class(**self._settings, socket_timeout=seconds, socket_connect_timeout=seconds)
@@ -233,14 +237,16 @@ class RedisTier(RemoteTier):
 class _Wire:
     """One open connection: sends commands, receives replies of the kind that is asked for.
 
-    Every wait is bounded by `pace`. Whatever is not the reply it should be raises RemoteFault, and so does an error
-    reply: as `_Refused`, after which the connection is still in step.
+    Every wait is bounded by `pace`. Whatever is not the reply it should be raises RemoteError, and so does an error
+    reply: as `_RefusedError`, after which the connection is still in step.
     """
 
     def __init__(self, connection: redis.Connection):
         self._connection = connection
-        self._socket = connection._sock  # redis-py's own parsers take it the same way
-        self._buffer = memoryview(bytearray(_BUFFER))
+        # redis-py's own parsers take the socket the same way
+        self._socket: socket.socket = connection._sock  # pyright: ignore[reportAttributeAccessIssue]
+        self._bytes = bytearray(_BUFFER)
+        self._buffer = memoryview(self._bytes)
         self._begin = self._end = 0
         self.pace: Pace
 
@@ -266,14 +272,14 @@ class _Wire:
         """Reply to STRLEN and DEL."""
         line = self._line(b":")
         if not line.isdigit():
-            raise _protocol_fault()
+            raise _protocol_error()
         return int(line)
 
     def stored(self) -> bool:
         """Reply to SET: True for OK, False for nil."""
         line = self._line(b"+", b"$")
         if line not in (b"OK", b"-1"):
-            raise _protocol_fault()
+            raise _protocol_error()
         return line == b"OK"
 
     def bulk_nbytes(self) -> int | None:
@@ -282,7 +288,7 @@ class _Wire:
         if line == b"-1":
             return None
         if not line.isdigit() or int(line) > _MAX_VALUE:
-            raise _protocol_fault()
+            raise _protocol_error()
         return int(line)
 
     def fill(self, view: memoryview) -> None:
@@ -307,37 +313,34 @@ class _Wire:
         end = bytearray(2)
         self.fill(memoryview(end))
         if end != b"\r\n":
-            raise _protocol_fault()
+            raise _protocol_error()
 
     def _line(self, *kinds: bytes) -> bytes:
         """A line without its first byte, which must be one of `kinds`."""
         line = self._read_line()
         if line[:1] == b"-":
             word = _ERROR_WORD.match(line)
-            raise _Refused(word[1].decode() if word else "error reply")
+            raise _RefusedError(word[1].decode() if word else "error reply")
         if line[:1] not in kinds:
-            raise _protocol_fault()
+            raise _protocol_error()
         return line[1:]
 
     def _read_line(self) -> bytes:
-        line = b""
-        while True:
-            ready = bytes(self._buffer[self._begin : self._end])
-            if (at := ready.find(b"\r\n")) >= 0 and not line.endswith(b"\r"):
-                self._begin += at + 2
-                return line + ready[:at]
-            if line.endswith(b"\r") and ready.startswith(b"\n"):
-                self._begin += 1
-                return line[:-1]
-            line += ready
-            if len(line) > _MAX_LINE:
-                raise _protocol_fault()
-            self._begin, self._end = 0, self._receive_into(self._buffer)
+        """The next line without its end. One that does not fit into the buffer is no reply of Redis."""
+        while (at := self._bytes.find(b"\r\n", self._begin, self._end)) < 0:
+            kept = self._end - self._begin
+            if kept == len(self._buffer):
+                raise _protocol_error()
+            self._buffer[:kept] = self._buffer[self._begin : self._end]
+            self._begin, self._end = 0, kept + self._receive_into(self._buffer[kept:])
+        line = bytes(self._buffer[self._begin : at])
+        self._begin = at + 2
+        return line
 
     def _receive_into(self, view: memoryview) -> int:
         received = self._step(self._socket.recv_into, view)
         if not received:
-            raise RemoteFault("disconnected", outage=True)
+            raise RemoteError("disconnected", outage=True)
         return received
 
     def _step(self, call, view: memoryview) -> int:
@@ -346,14 +349,14 @@ class _Wire:
         try:
             moved = call(view)
         except TimeoutError:
-            raise RemoteFault("timeout", outage=True) from None
+            raise RemoteError("timeout", outage=True) from None
         except OSError:
-            raise RemoteFault("disconnected", outage=True) from None
+            raise RemoteError("disconnected", outage=True) from None
         self.pace.moved(moved)
         return moved
 
 
-class _Refused(RemoteFault):
+class _RefusedError(RemoteError):
     """An error reply: complete, so the next reply can be read after it."""
 
     def __init__(self, word: str):
@@ -364,18 +367,18 @@ def _answer(read, otherwise):
     """(what was read, "") or, after an error reply, (otherwise, its first word)."""
     try:
         return read(), ""
-    except _Refused as refused:
+    except _RefusedError as refused:
         return otherwise, refused.reason
 
 
 def _raise_outage(reasons) -> None:
     for reason in reasons:
         if reason in _OUTAGES:
-            raise RemoteFault(reason, outage=True)
+            raise RemoteError(reason, outage=True)
 
 
-def _protocol_fault() -> RemoteFault:
-    return RemoteFault("not the reply asked for", outage=True)
+def _protocol_error() -> RemoteError:
+    return RemoteError("not the reply asked for", outage=True)
 
 
 def _name(key: bytes) -> bytes:
@@ -400,7 +403,7 @@ def _connect_reason(error: Exception) -> str:
     """Reason of a connection that was not made; never the server's text, which may repeat what was sent."""
     if isinstance(error, redis.TimeoutError | TimeoutError):
         return "timeout"
-    if isinstance(error, redis.exceptions.BusyLoadingError):
+    if isinstance(error, BusyLoadingError):
         return "LOADING"
     if isinstance(error, redis.AuthenticationError):
         return error.status_code or "NOAUTH"

@@ -6,7 +6,7 @@
     record    header (workbench/record.py) | payload | seal (workbench/tiers/sealed.py), the last only with a key
 
 A tier of this kind is shared: other engines store into it and evict from it, so nothing is known of it but by asking.
-A medium is a subclass with five methods that raise `RemoteFault`.
+A medium is a subclass with five methods that raise `RemoteError`.
 """
 
 import os
@@ -25,7 +25,7 @@ from workbench.tiers.base import Tier
 from workbench.tiers.breaker import CircuitBreaker
 from workbench.tiers.sealed import Seal
 
-__all__ = ["Pace", "RemoteFault", "RemoteTier", "Written"]
+__all__ = ["Pace", "RemoteError", "RemoteTier", "Written"]
 
 Written = tuple[str, int]  # (reason, bytes taken), as `Tier.write` returns it
 
@@ -35,7 +35,7 @@ _BAD_RECORD = ("corrupt", "mismatch", "mac", "WRONGTYPE")
 _WRITE_REST_SECONDS = 1.0
 
 
-class RemoteFault(Exception):
+class RemoteError(Exception):
     """Why a remote call gave nothing.
 
     Args:
@@ -69,12 +69,12 @@ class Pace:
     def left(self, unheard_bytes: int = 0) -> float:
         """Seconds that the next step may take; one that moves `unheard_bytes` before anything is heard may take longer.
 
-        Raises RemoteFault when there are none.
+        Raises RemoteError when there are none.
         """
         unheard = unheard_bytes / self._slowest
         whole = self._start + self._patience + self._moved / self._slowest + unheard - time.monotonic()
         if whole <= 0:
-            raise RemoteFault("timeout", outage=True)
+            raise RemoteError("timeout", outage=True)
         return min(self._patience + unheard, whole)
 
 
@@ -84,18 +84,16 @@ class RemoteTier(Tier):
     Args:
         identity: Digest that is written into each header.
         timeout_seconds: The longest that a call waits for a server that is silent.
-        min_bytes_per_second: A transfer slower than this counts as silence.
         seal: Signs records and refuses those that are not signed; see `workbench.tiers.sealed`.
     """
 
     shared = True  # other engines store here too: `contains` is the only way to know
+    min_bytes_per_second = 10e6  # a transfer slower than this counts as silence; KV is computed anew as fast
 
-    def __init__(self, *, identity: bytes, timeout_seconds: float, min_bytes_per_second: float, seal: Seal | None):
-        if timeout_seconds <= 0 or min_bytes_per_second <= 0:
-            raise InvalidInputError(
-                f"timeout_seconds is {timeout_seconds}, min_bytes_per_second {min_bytes_per_second}; both must be over 0"
-            )
-        self.timeout_seconds, self.min_bytes_per_second = timeout_seconds, min_bytes_per_second
+    def __init__(self, *, identity: bytes, timeout_seconds: float, seal: Seal | None):
+        if timeout_seconds <= 0:
+            raise InvalidInputError(f"timeout_seconds is {timeout_seconds}; it must be over 0")
+        self.timeout_seconds = timeout_seconds
         self.breaker = CircuitBreaker(self.name, self._answers)
         self._identity, self._seal = identity, seal
         self._tag_nbytes = seal.nbytes if seal is not None else 0
@@ -140,6 +138,7 @@ class RemoteTier(Tier):
         return [(fault, 0) if outcome is None else outcome for outcome in outcomes]
 
     def erase(self, key: bytes) -> None:
+        """Remove a chunk if it is there; while the server is away nothing happens, and the record stays."""
         self._attempt(lambda: self._remove([key]))
 
     def nbytes_of(self, payload_nbytes: int, tokens: int) -> int:
@@ -156,19 +155,19 @@ class RemoteTier(Tier):
 
     @abstractmethod
     def _find(self, keys: Sequence[bytes], found: list[bool]) -> None:
-        """Set `found` where a key is there. Raises RemoteFault."""
+        """Set `found` where a key is there. Raises RemoteError."""
 
     @abstractmethod
     def _fetch(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray], reasons: list[str | None]) -> None:
-        """Fill each `out` and set its reason, "" for a good one. Raises RemoteFault for all that have none yet."""
+        """Fill each `out` and set its reason, "" for a good one. Raises RemoteError for all that have none yet."""
 
     @abstractmethod
     def _send(self, chunks: Sequence[Chunk], payloads: Sequence[np.ndarray], outcomes: list[Written | None]) -> None:
-        """Store each record and set its outcome. Raises RemoteFault for all that have none yet."""
+        """Store each record and set its outcome. Raises RemoteError for all that have none yet."""
 
     @abstractmethod
     def _remove(self, keys: Sequence[bytes]) -> None:
-        """Remove what is there of the keys. Raises RemoteFault."""
+        """Remove what is there of the keys. Raises RemoteError."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -186,7 +185,7 @@ class RemoteTier(Tier):
             return "breaker open"
         try:
             call()
-        except RemoteFault as fault:
+        except RemoteError as fault:
             if fault.outage and not self._closed.is_set():
                 self._release_idle()
                 self.breaker.trip(fault.reason)
@@ -197,7 +196,7 @@ class RemoteTier(Tier):
         """Whether the server answers the simplest question: the breaker's probe."""
         try:
             self._find([bytes(32)], [False])
-        except RemoteFault:
+        except RemoteError:
             return False
         return True
 
@@ -208,8 +207,9 @@ class RemoteTier(Tier):
         """The server refuses to store: send it nothing for a moment, records are large."""
         self._write_refusal, self._writes_rest_until = reason, time.monotonic() + _WRITE_REST_SECONDS
 
-    def _pace(self) -> Pace:
-        return Pace(self.timeout_seconds, self.min_bytes_per_second)
+    def _pace(self, sharing: int = 1) -> Pace:
+        """The pace of one of so many transfers that share the line."""
+        return Pace(self.timeout_seconds, self.min_bytes_per_second / sharing)
 
     def _record(self, chunk: Chunk, payload: np.ndarray) -> tuple[bytes, bytes]:
         """Header and tag that go before and after a payload."""
@@ -225,11 +225,11 @@ class RemoteTier(Tier):
 
         Checksums come first, so that "mac" means a record that is sound and signed by nobody who may.
         """
-        header = parse_header(head)
+        header = parse_header(memoryview(head))
         if header is None:
             return "corrupt"
         if not header.describes(chunk) or header.payload_nbytes != payload.nbytes:
             return "mismatch"
-        if xxhash.xxh3_128_digest(payload) != header.payload_digest:
+        if xxhash.xxh3_128_digest(payload.data) != header.payload_digest:
             return "corrupt"
         return "" if self._seal is None or self._seal.holds(tag, head, payload) else "mac"
