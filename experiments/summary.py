@@ -1,21 +1,14 @@
-"""A run in numbers: requests and events in, one row for each arm and phase out, and one sentence that sums it up.
+"""A run in numbers: requests and events in, one row for each arm and phase out.
 
-    requests, events -> summary_table -> render_summary (terminal), summary_sheets (any table), headline (a sentence)
+    requests -> answered -> paired_requests -+
+    events -> hit_rates ---------------------+-> summary_table
 
 Nothing here is an average over unlike things: arms are compared request by request, and a median of fewer than
 `MEDIAN_SAMPLES` values is not given.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import polars as pl
-from rich.box import SIMPLE_HEAD
-from rich.console import Group
-from rich.markup import escape
-from rich.table import Table
 
-from experiments.units import bytes_text, seconds_text, share_text, times_text
 from workbench.errors import InvalidInputError
 from workbench.events import Event, Totals, events_frame
 
@@ -24,18 +17,13 @@ __all__ = [
     "NO_REUSE",
     "PHASE_TEXT",
     "PREFIX_CACHE",
-    "Sheet",
     "answered",
     "arm_labels",
     "arm_rank",
-    "headline",
     "hit_rates",
     "median_if_enough",
     "paired_requests",
     "phase_rank",
-    "render_summary",
-    "sooner_text",
-    "summary_sheets",
     "summary_table",
 ]
 
@@ -46,7 +34,6 @@ NO_REUSE, PREFIX_CACHE = "none", "prefix_cache"
 _FIRST_ARMS = (NO_REUSE, PREFIX_CACHE)
 PHASE_TEXT = {"first": "first question", "again": "asked again", "all": "whole run"}
 _PAIR = ["request_id", "repeat"]
-_TOO_SMALL = "n too small"
 
 
 # ---------------------------------------------------------------- requests
@@ -198,7 +185,7 @@ def summary_table(requests: pl.DataFrame, events: pl.DataFrame | None = None) ->
 
     Returns:
         n and failed requests; `kinds`, what the server's counters say was reused; medians in seconds, null where n is
-        below `MEDIAN_SAMPLES`; TTFT's least and greatest; hit tokens beside the workload's upper bound; three hit rates;
+        below `MEDIAN_SAMPLES`; TTFT's least and greatest; hit tokens beside the workload's upper bound; hit rates;
         bytes loaded; answers that could be compared, that are equal, and the earliest token that differs; the median,
         least and greatest speed-up over the same requests without reuse.
     """
@@ -249,7 +236,7 @@ def _kinds(good: pl.DataFrame) -> pl.DataFrame:
 
 
 def _answers(good: pl.DataFrame) -> pl.DataFrame:
-    """How many answers have one of the reference arm to compare with, how many are equal, where the earliest differs."""
+    """Answers with a counterpart in the reference arm, how many are equal to it, and where the earliest differs."""
     columns = []
     for reference in (NO_REUSE, PREFIX_CACHE):
         asked = good.filter(pl.col("arm") == reference).select(*_PAIR, pl.lit(True).alias(f"has_{reference}"))
@@ -291,146 +278,3 @@ def _loaded(events: pl.DataFrame) -> pl.DataFrame:
         for (arm, phase), totals in _event_totals(events).items()
     ]
     return pl.DataFrame(rows, schema={"arm": pl.String, "phase": pl.String, "bytes_loaded": pl.Int64}, orient="row")
-
-
-# ---------------------------------------------------------------- for people
-
-
-class Sheet(NamedTuple):
-    """A table of texts."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: list[tuple[str, ...]]
-
-
-def summary_sheets(table: pl.DataFrame) -> list[Sheet]:
-    """The summary as three tables of texts: times, reuse, answers."""
-    rows = table.to_dicts()
-    return [
-        Sheet(
-            "Time to first token",
-            ("arm", "phase", "n", "median", "least to greatest", "against no reuse", "queue", "load", "prefill"),
-            [_time_cells(row) for row in rows],
-        ),
-        Sheet(
-            "Reuse",
-            ("arm", "phase", "hit tokens", "of at most", "hit rate by tokens", "by chunks", "by requests",
-             "loaded"),
-            [_reuse_cells(row) for row in rows],
-        ),
-        Sheet(
-            "Answers, token by token",
-            ("arm", "phase", "same as no reuse", "first difference", "same as prefix cache", "first difference"),
-            [_answer_cells(row) for row in rows],
-        ),
-    ]  # fmt: skip
-
-
-def _time_cells(row: dict) -> tuple[str, ...]:
-    n = f"{row['n']}" + (f" ({row['failed']} failed)" if row["failed"] else "")
-    spread = (
-        "–" if row["ttft_min_s"] is None else f"{seconds_text(row['ttft_min_s'])} to {seconds_text(row['ttft_max_s'])}"
-    )
-    parts = [_median_text(row[c], row["n"]) for c in ("queue_s", "load_s", "prefill_s")]
-    return (*_name_cells(row), n, _median_text(row["ttft_median_s"], row["n"]), spread, _speedup_text(row), *parts)
-
-
-def _name_cells(row: dict) -> tuple[str, str]:
-    return row["arm_label"] or row["arm"], row["phase"]
-
-
-def _median_text(seconds: float | None, n: int) -> str:
-    return _TOO_SMALL if seconds is None and 0 < n < MEDIAN_SAMPLES else seconds_text(seconds)
-
-
-def _speedup_text(row: dict) -> str:
-    if row["arm"] == NO_REUSE or not row["pairs"]:
-        return "–"
-    if row["speedup_median"] is None:
-        return f"{times_text(row['speedup_min'])}× to {times_text(row['speedup_max'])}×"
-    return f"{times_text(row['speedup_median'])}×"
-
-
-def _reuse_cells(row: dict) -> tuple[str, ...]:
-    hits = ["–" if row[c] is None else f"{row[c]:,}" for c in ("hit_tokens", "expected_hit_tokens")]
-    rates = [share_text(row[c]) for c in ("hit_rate", "hit_rate_by_chunks", "hit_rate_by_requests")]
-    return (*_name_cells(row), *hits, *rates, bytes_text(row["bytes_loaded"]))
-
-
-def _answer_cells(row: dict) -> tuple[str, ...]:
-    cells = list(_name_cells(row))
-    for reference in (NO_REUSE, PREFIX_CACHE):
-        compared, first = row[f"compared_{reference}"], row[f"first_difference_{reference}"]
-        cells.append(f"{row[f'equal_{reference}']} of {compared}" if compared else "–")
-        cells.append("–" if first is None else f"token {first}")
-    return tuple(cells)
-
-
-def render_summary(table: pl.DataFrame) -> Group:
-    """The summary for a terminal of 100 columns or more, to be printed by a rich console."""
-    return Group(*(_rich_table(sheet) for sheet in summary_sheets(table)))
-
-
-def _rich_table(sheet: Sheet) -> Table:
-    drawn = Table(
-        title=sheet.title,
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-        pad_edge=False,
-    )
-    for number, name in enumerate(sheet.header):
-        drawn.add_column(name, justify="left" if number < 2 else "right", overflow="fold")
-    for row, following in zip(sheet.rows, [*sheet.rows[1:], None], strict=True):
-        drawn.add_row(*map(escape, row), end_section=following is not None and following[1] != row[1])
-    return drawn
-
-
-def headline(table: pl.DataFrame) -> str:
-    """What the run shows, in two or three sentences with numbers; says so where it shows nothing."""
-    again = table.filter(pl.col("phase") == "again")
-    arms = again.filter(pl.col("arm") != NO_REUSE, pl.col("pairs") > 0).to_dicts()
-    if not arms:
-        return "No request was answered both with and without reuse, so there is nothing to compare."
-    base = again.filter(pl.col("arm") == NO_REUSE).to_dicts()
-    enough = [row for row in arms if row["speedup_median"] is not None]
-    if not enough:
-        ratios = "; ".join(f"{row['arm_label']} {_speedup_text(row)}" for row in arms)
-        return f"Too few pairs for a median, which takes {MEDIAN_SAMPLES}. Against no reuse: {ratios}."
-    return " ".join([_opening(base), _arms_sentence(enough), *_answers_sentence(arms)])
-
-
-def _opening(base: Sequence[dict]) -> str:
-    if not base or base[0]["ttft_median_s"] is None:
-        return "vLLM was asked again about documents that it had just read."
-    after = seconds_text(base[0]["ttft_median_s"])
-    return f"Asked again about a document that it had just read, vLLM without reuse gave its first token after {after}."
-
-
-def _arms_sentence(arms: Sequence[dict]) -> str:
-    verdicts = [
-        f"{sooner_text(row['speedup_median'])} ({seconds_text(row['ttft_median_s'])}, {row['arm_label']})"
-        for row in arms
-    ]
-    listed = " and ".join([", ".join(verdicts[:-1]), verdicts[-1]] if len(verdicts) > 1 else verdicts)
-    fewest = min(row["pairs"] for row in arms)
-    more = " or more" if len({row["pairs"] for row in arms}) > 1 else ""
-    return f"With reuse it came {listed}; medians of {fewest} pairs{more}."
-
-
-def sooner_text(speedup: float) -> str:
-    """A speed-up in words; below 1 it is a delay and says so."""
-    return f"{times_text(speedup)} times sooner" if speedup >= 1 else f"{times_text(1 / speedup)} times later"
-
-
-def _answers_sentence(arms: Sequence[dict]) -> list[str]:
-    compared = sum(row["compared_prefix_cache"] for row in arms)
-    equal = sum(row["equal_prefix_cache"] for row in arms)
-    if not compared:
-        return []
-    return [
-        f"{equal} of {compared} answers with KV from the engine equal those with vLLM's own prefix cache, token by token."
-    ]

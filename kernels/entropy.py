@@ -50,10 +50,10 @@ def normalize(counts: np.ndarray) -> np.ndarray:
     total = counts.sum(-1, keepdims=True)
     counts = np.where(total > 0, counts, 1.0)
     share = counts / counts.sum(-1, keepdims=True)
-    frequencies = np.where(counts > 0, np.maximum(1, np.floor(share * SCALE)), 0).astype(np.int64)
+    frequencies = np.where(counts > 0, np.maximum(1, np.rint(share * SCALE)), 0).astype(np.int64)
     frequencies = np.minimum(frequencies, SCALE - 1)
     for table in frequencies.reshape(-1, 256):
-        while table.sum() > SCALE:  # raising the rare ones to 1 took too much
+        while table.sum() > SCALE:  # rounding, and raising the rare ones to 1, took too much
             table[table.argmax()] -= 1
         largest = int(table.argmax())
         table[largest] += min(SCALE - table.sum(), SCALE - 1 - table[largest])

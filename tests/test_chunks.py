@@ -40,7 +40,11 @@ def test_golden_keys(name):
 @pytest.mark.parametrize("seed", ["0", "1", "4294967295", "random"])
 def test_golden_keys_under_any_hash_seed(seed):
     code = "import test_chunks as t; print(*(t.last_key(t.TOKENS, s) for s, _ in t.GOLDEN.values()))"
-    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": seed,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
     out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert out.stdout.split() == [expected for _, expected in GOLDEN.values()]
 
@@ -48,9 +52,17 @@ def test_golden_keys_under_any_hash_seed(seed):
 def test_keys_do_not_depend_on_how_tokens_are_passed():
     torch = pytest.importorskip("torch")
     expected = last_key(TOKENS, ChunkScope())
-    forms = [tuple(TOKENS), np.array(TOKENS, np.int32), np.array(TOKENS, np.int64), np.array(TOKENS, ">i8"),
-             np.array(TOKENS, np.uint32), [np.int64(t) for t in TOKENS], torch.tensor(TOKENS),
-             torch.tensor(TOKENS, dtype=torch.int32), np.repeat(TOKENS, 2)[::2]]  # fmt: skip
+    forms = [
+        tuple(TOKENS),
+        np.array(TOKENS, np.int32),
+        np.array(TOKENS, np.int64),
+        np.array(TOKENS, ">i8"),
+        np.array(TOKENS, np.uint32),
+        [np.int64(t) for t in TOKENS],
+        torch.tensor(TOKENS),
+        torch.tensor(TOKENS, dtype=torch.int32),
+        np.repeat(TOKENS, 2)[::2],
+    ]
     assert {last_key(form, ChunkScope()) for form in forms} == {expected}
 
 
@@ -107,10 +119,16 @@ def test_only_full_chunks(count, chunks):
         chain[chunks]
 
 
-@pytest.mark.parametrize("inputs, changed", [
-    (((0, 3, "x"),), [0]), (((7, 8, "x"),), [0]), (((8, 9, "x"),), [1]), (((5, 20, "x"),), [0, 1, 2]),
-    (((32, 40, "x"),), []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "inputs, changed",
+    [
+        (((0, 3, "x"),), [0]),
+        (((7, 8, "x"),), [0]),
+        (((8, 9, "x"),), [1]),
+        (((5, 20, "x"),), [0, 1, 2]),
+        (((32, 40, "x"),), []),
+    ],
+)
 def test_inputs_count_in_each_chunk_that_they_touch(inputs, changed):
     plain = list(ChunkChain(b"r" * 32, 8).extend([0] * 32))
     seen = list(ChunkChain(b"r" * 32, 8, ChunkScope(inputs=inputs)).extend([0] * 32))
@@ -121,9 +139,17 @@ def test_inputs_count_in_each_chunk_that_they_touch(inputs, changed):
 
 
 def test_scope_fields_cannot_run_into_each_other():
-    scopes = [ChunkScope(), ChunkScope(salt="ab"), ChunkScope(salt="a", lora=("b",)), ChunkScope(lora=("ab",)),
-              ChunkScope(lora=("a", "b")), ChunkScope(lora=("b", "a")), ChunkScope(salt="a", lora=("", "b")),
-              ChunkScope(salt="a\u0308"), ChunkScope(salt="ä")]  # fmt: skip
+    scopes = [
+        ChunkScope(),
+        ChunkScope(salt="ab"),
+        ChunkScope(salt="a", lora=("b",)),
+        ChunkScope(lora=("ab",)),
+        ChunkScope(lora=("a", "b")),
+        ChunkScope(lora=("b", "a")),
+        ChunkScope(salt="a", lora=("", "b")),
+        ChunkScope(salt="a\u0308"),
+        ChunkScope(salt="ä"),
+    ]
     assert len({scope.root(IDENTITY) for scope in scopes}) == len(scopes)
 
 
@@ -131,11 +157,38 @@ def test_a_salt_with_half_a_surrogate_pair_is_a_salt():
     assert ChunkScope(salt="\ud800").root(IDENTITY) != ChunkScope(salt="?").root(IDENTITY)
 
 
-@pytest.mark.parametrize("bad", [
-    [-1], [2**31], [2**32 + 5], [2**64], [-(2**70)], [True], [1, False], [3.0], [None], ["1"], [[1, 2]], [1, [2]], None, 5,
-    "abc", b"abc", {1: 2}, np.array([1.0]), np.array([True]), np.array([[1, 2]]), np.array([2**32 + 5]),
-    np.array([2**63 + 5], np.uint64), np.array([1, None]), [np.bool_(True)], [np.float32(1)], np.array([-1], np.int8),
-], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [-1],
+        [2**31],
+        [2**32 + 5],
+        [2**64],
+        [-(2**70)],
+        [True],
+        [1, False],
+        [3.0],
+        [None],
+        ["1"],
+        [[1, 2]],
+        [1, [2]],
+        None,
+        5,
+        "abc",
+        b"abc",
+        {1: 2},
+        np.array([1.0]),
+        np.array([True]),
+        np.array([[1, 2]]),
+        np.array([2**32 + 5]),
+        np.array([2**63 + 5], np.uint64),
+        np.array([1, None]),
+        [np.bool_(True)],
+        [np.float32(1)],
+        np.array([-1], np.int8),
+    ],
+    ids=repr,
+)
 def test_bad_token_ids_are_refused_before_hashing(bad):
     with pytest.raises(InvalidInputError) as caught:
         token_array(bad)
@@ -148,8 +201,12 @@ def test_bad_token_ids_are_refused_before_hashing(bad):
 
 def test_tensors_that_numpy_cannot_take_are_refused():
     torch = pytest.importorskip("torch")
-    for bad in (torch.ones(4, dtype=torch.bfloat16), torch.ones(4), torch.ones(2, 2, dtype=torch.int64),
-                torch.ones(4, dtype=torch.int64, device="meta")):  # fmt: skip
+    for bad in (
+        torch.ones(4, dtype=torch.bfloat16),
+        torch.ones(4),
+        torch.ones(2, 2, dtype=torch.int64),
+        torch.ones(4, dtype=torch.int64, device="meta"),
+    ):
         with pytest.raises(InvalidInputError):
             token_array(bad)
 

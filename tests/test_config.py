@@ -1,6 +1,6 @@
 import pytest
-
 from oracle import IDENTITY
+
 from workbench.config import CacheConfig
 from workbench.engine import CacheEngine
 from workbench.errors import InvalidInputError

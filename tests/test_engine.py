@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 from oracle import IDENTITY, SMALL, Pages, audit, chain_of, orphans
+
 from workbench.chunks import ChunkScope
 from workbench.engine import CacheEngine
 from workbench.errors import InvalidInputError, LayoutError
@@ -47,18 +47,27 @@ def rest(engine) -> None:
 # ---------------------------------------------------------------- round trips
 
 
-@pytest.mark.parametrize("layout", [
-    SMALL,
-    KVLayout(num_layers=1, num_kv_heads=1, head_size=4, block_size=1, chunk_tokens=1, dtype="fp8_e4m3"),
-    KVLayout(num_layers=3, num_kv_heads=2, head_size=5, block_size=2, chunk_tokens=6, dtype="float16"),
-    KVLayout(num_layers=2, num_kv_heads=3, head_size=8, block_size=16, chunk_tokens=16, dtype="float32"),
-    KVLayout(num_layers=4, num_kv_heads=2, head_size=64, block_size=16, chunk_tokens=256),
-], ids=lambda layout: f"{layout.num_layers}x{layout.chunk_tokens}x{layout.page_nbytes}")  # fmt: skip
+@pytest.mark.parametrize(
+    "layout",
+    [
+        SMALL,
+        KVLayout(num_layers=1, num_kv_heads=1, head_size=4, block_size=1, chunk_tokens=1, dtype="fp8_e4m3"),
+        KVLayout(num_layers=3, num_kv_heads=2, head_size=5, block_size=2, chunk_tokens=6, dtype="float16"),
+        KVLayout(num_layers=2, num_kv_heads=3, head_size=8, block_size=16, chunk_tokens=16, dtype="float32"),
+        KVLayout(num_layers=4, num_kv_heads=2, head_size=64, block_size=16, chunk_tokens=256),
+    ],
+    ids=lambda layout: f"{layout.num_layers}x{layout.chunk_tokens}x{layout.page_nbytes}",
+)
 @pytest.mark.parametrize("tiers", ["memory", "disk", "both", "back"])
 def test_round_trip(layout, tiers, tmp_path):
     identity, rng = Identity(layout=layout, weights="w"), np.random.default_rng(0)
-    settings = {"memory_bytes": 40 * layout.chunk_nbytes if tiers != "disk" else 0, "write": "back" if tiers == "back" else "through",
-                "disk_path": tmp_path if tiers != "memory" else None, "verify": True, "staging_bytes": 1 << 20}  # fmt: skip
+    settings = {
+        "memory_bytes": 40 * layout.chunk_nbytes if tiers != "disk" else 0,
+        "write": "back" if tiers == "back" else "through",
+        "disk_path": tmp_path if tiers != "memory" else None,
+        "verify": True,
+        "staging_bytes": 1 << 20,
+    }
     with CacheEngine(identity, **settings) as engine:
         for count in (0, 1, layout.chunk_tokens - 1, layout.chunk_tokens, 3 * layout.chunk_tokens + 1):
             tokens = rng.integers(0, 2**31, count)
@@ -114,11 +123,16 @@ WALKS = {
     "other policies": {"memory_bytes": 4 * CHUNK, "disk_bytes": 7 * ON_DISK, "policy": "fifo", "disk_policy": "lru"},
 }
 REACHED = {  # kinds of events that a walk must have seen, or it proves little
-    "memory": {"evict", "drop"}, "through": {"evict", "drop", "promote", "dedup"}, "disk": {"evict", "drop", "dedup"},
-    "back": {"evict", "drop", "demote", "promote"}, "back, wide": {"evict", "demote", "promote"},
-    "one each": {"evict", "drop"}, "one each, back": {"evict", "drop", "demote"}, "narrow": {"evict", "promote"},
+    "memory": {"evict", "drop"},
+    "through": {"evict", "drop", "promote", "dedup"},
+    "disk": {"evict", "drop", "dedup"},
+    "back": {"evict", "drop", "demote", "promote"},
+    "back, wide": {"evict", "demote", "promote"},
+    "one each": {"evict", "drop"},
+    "one each, back": {"evict", "drop", "demote"},
+    "narrow": {"evict", "promote"},
     "other policies": {"evict", "drop", "promote"},
-}  # fmt: skip
+}
 
 
 def prompts(rng: np.random.Generator):
@@ -147,7 +161,9 @@ def test_random_walk(name, seed, tmp_path):
                 break
         rest(engine)
         hit_tiers = {e.tier for e in engine.record.events if e.kind == "hit"}
-        assert hit_tiers == {t.name for t in engine.tiers()} or name == "one each"  # there the disk holds what memory does
+        assert (
+            hit_tiers == {t.name for t in engine.tiers()} or name == "one each"
+        )  # there the disk holds what memory does
         assert REACHED[name] <= {e.kind for e in engine.record.events}
         assert not engine.stats()["failed_loads"]
         assert set(engine.stats()["failed_stores"]) <= {"queue full", "prefix not stored"}
@@ -255,7 +271,9 @@ def test_explain_says_what_was_shared_and_what_was_lost():
     assert str(engine.explain(a)) == "96 of 100 tokens hit; the last 4 tokens do not fill a chunk"
     assert str(engine.explain(a[:96])) == "96 of 96 tokens hit"
     assert "shorter than a chunk" in str(engine.explain(a[:10]))
-    assert "diverges at token 0" in str(engine.explain(a, scope=ChunkScope(salt="other"))), "nothing told of other salts"
+    assert "diverges at token 0" in str(engine.explain(a, scope=ChunkScope(salt="other"))), (
+        "nothing told of other salts"
+    )
     assert engine.explain(b).hit_tiers == ("memory", "memory") and engine.explain([]).hit_tokens == 0
     engine.close()
 
@@ -296,7 +314,7 @@ def test_the_order_of_use_survives_a_restart(tmp_path):
             store(engine, range(start, start + 24))
             engine.flush()
             time.sleep(0.02)  # file times have the grain of the kernel's clock tick
-        assert retrieve(engine, range(0, 24)) == 24
+        assert retrieve(engine, range(24)) == 24
         time.sleep(0.02)
         if restart:
             engine.close()
@@ -365,9 +383,15 @@ def test_taking_over_100_000_files_takes_seconds(tmp_path):
 # ---------------------------------------------------------------- callers
 
 
-@pytest.mark.parametrize("blocks, error", [
-    ([0, 1, 2], "3 blocks for 4"), ([0, 1, 2, 64], "64"), ([0, 1, 2, -1], "-1"), ([0, 1, 1, 2], "twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "blocks, error",
+    [
+        ([0, 1, 2], "3 blocks for 4"),
+        ([0, 1, 2, 64], "64"),
+        ([0, 1, 2, -1], "-1"),
+        ([0, 1, 1, 2], "twice"),
+    ],
+)
 def test_a_wrong_block_table_changes_nothing(blocks, error):
     with CacheEngine(IDENTITY, memory_bytes="1MiB") as engine:
         with pytest.raises(InvalidInputError, match=error):
@@ -406,7 +430,12 @@ def test_scopes_do_not_meet():
     with CacheEngine(IDENTITY, memory_bytes="1MiB") as engine:
         scope = ChunkScope(salt="x", lora=("A", "1"))
         assert store(engine, range(64), scope=scope) == 64
-        for other in (ChunkScope("x", ("B", "1")), ChunkScope("y", ("A", "1")), ChunkScope("x"), ChunkScope("x", ("A", "2"))):
+        for other in (
+            ChunkScope("x", ("B", "1")),
+            ChunkScope("y", ("A", "1")),
+            ChunkScope("x"),
+            ChunkScope("x", ("A", "2")),
+        ):
             assert retrieve(engine, range(64), scope=other) == 0
         assert retrieve(engine, range(64), scope=scope) == 64
 

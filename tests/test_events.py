@@ -1,8 +1,8 @@
 import json
 
 import pytest
-
 from oracle import IDENTITY, Pages, chain_of
+
 from workbench.engine import CacheEngine
 from workbench.events import EVENT_KINDS, Event, Recorder, events_frame
 
@@ -67,7 +67,9 @@ def test_totals_are_the_sum_of_the_events():
         again.add(event)
     assert again == record.totals
     assert {e.kind for e in record.events} <= set(EVENT_KINDS)
-    assert {"lookup", "reuse", "hit", "miss", "load", "store", "dedup", "evict", "drop"} <= {e.kind for e in record.events}
+    assert {"lookup", "reuse", "hit", "miss", "load", "store", "dedup", "evict", "drop"} <= {
+        e.kind for e in record.events
+    }
 
 
 def test_what_leaves_the_last_tier_is_dropped(tmp_path):

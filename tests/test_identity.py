@@ -4,32 +4,51 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-
 from oracle import Pages, chain_of
+
 from workbench.chunks import ChunkScope
 from workbench.engine import CacheEngine
 from workbench.errors import InvalidInputError
 from workbench.layout import FORMAT_VERSION, Identity, KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_size=8, block_size=4, chunk_tokens=8)
-IDENTITY = Identity(layout=LAYOUT, weights="sha256:1", architecture="LlamaForCausalLM", model_dtype="bfloat16",
-                    rope="theta=10000", attention="full", isa="avx512", extra=("seed=0",))  # fmt: skip
+IDENTITY = Identity(
+    layout=LAYOUT,
+    weights="sha256:1",
+    architecture="LlamaForCausalLM",
+    model_dtype="bfloat16",
+    rope="theta=10000",
+    attention="full",
+    isa="avx512",
+    extra=("seed=0",),
+)
 SCOPE = ChunkScope(salt="x", lora=("A", "content 1"), inputs=((2, 6, "picture"),))
 TOKENS = list(range(64))
 
 # Every field, with values that differ from the ones above. A field that is not listed here fails the suite.
 OTHER_LAYOUTS = {
-    "num_layers": [3], "num_kv_heads": [1], "head_size": [16], "block_size": [8, 2], "chunk_tokens": [16, 4],
-    "dtype": ["float16", "float32", "fp8_e4m3", "fp8_e5m2"], "page_format": ["opaque", "vllm-cpu-vec"],
-}  # fmt: skip
+    "num_layers": [3],
+    "num_kv_heads": [1],
+    "head_size": [16],
+    "block_size": [8, 2],
+    "chunk_tokens": [16, 4],
+    "dtype": ["float16", "float32", "fp8_e4m3", "fp8_e5m2"],
+    "page_format": ["opaque", "vllm-cpu-vec"],
+}
 OTHER_IDENTITIES = {
     "layout": [replace(LAYOUT, num_layers=4)],
     "weights": ["sha256:2", "", "../evil", "org/model", "org/model-SEP-name", "ä", "a\u0308", "x" * 300],
-    "architecture": ["QwenForCausalLM"], "model_dtype": ["float16"], "kv_scales": ["k=1"],
-    "rope": ["theta=500000"], "attention": ["sliding 4096"], "tensor_parallel": [(1, 2), (0, 2)],
-    "pipeline_parallel": [(1, 2), (0, 2)], "isa": ["amx", ""], "codec": ["int8"],
+    "architecture": ["QwenForCausalLM"],
+    "model_dtype": ["float16"],
+    "kv_scales": ["k=1"],
+    "rope": ["theta=500000"],
+    "attention": ["sliding 4096"],
+    "tensor_parallel": [(1, 2), (0, 2)],
+    "pipeline_parallel": [(1, 2), (0, 2)],
+    "isa": ["amx", ""],
+    "codec": ["int8"],
     "extra": [("seed=1",), (), ("seed=0", "more"), ("seed=", "0")],
-}  # fmt: skip
+}
 OTHER_SCOPES = {
     "salt": ["y", ""],
     "lora": [("B", "content 1"), ("A", "content 2"), (), ("A",)],
@@ -37,9 +56,14 @@ OTHER_SCOPES = {
 }
 
 
-@pytest.mark.parametrize("kind, listed", [
-    (KVLayout, OTHER_LAYOUTS), (Identity, OTHER_IDENTITIES), (ChunkScope, OTHER_SCOPES),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, listed",
+    [
+        (KVLayout, OTHER_LAYOUTS),
+        (Identity, OTHER_IDENTITIES),
+        (ChunkScope, OTHER_SCOPES),
+    ],
+)
 def test_every_field_is_classified(kind, listed):
     assert {f.name for f in fields(kind)} == set(listed), "say here which values of a new field must not share KV"
 
@@ -98,7 +122,9 @@ def test_all_roots_differ():
 
 def test_dtype_there_and_back_again(tmp_path):
     """Equal sizes, other meaning: fp8_e4m3 and fp8_e5m2 of one model never meet."""
-    kinds = {name: replace(IDENTITY, layout=replace(LAYOUT, dtype=name)) for name in ("bfloat16", "fp8_e4m3", "fp8_e5m2")}
+    kinds = {
+        name: replace(IDENTITY, layout=replace(LAYOUT, dtype=name)) for name in ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+    }
     store(tmp_path, kinds["bfloat16"], SCOPE)
     for name, hits in (("fp8_e4m3", 0), ("fp8_e5m2", 0), ("bfloat16", 64)):
         with CacheEngine(kinds[name], memory_bytes=0, disk_path=tmp_path) as engine:
@@ -131,10 +157,20 @@ def test_fields_cannot_run_into_each_other():
     assert replace(IDENTITY, extra=("1",)).digest != replace(IDENTITY, extra=(1,)).digest
 
 
-@pytest.mark.parametrize("wrong", [
-    {"num_layers": 0}, {"num_kv_heads": -1}, {"head_size": 2.0}, {"block_size": True}, {"chunk_tokens": 12, "block_size": 8},
-    {"chunk_tokens": 4, "block_size": 8}, {"dtype": "int8"}, {"page_format": "tokens"}, {"num_layers": "2"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_layers": 0},
+        {"num_kv_heads": -1},
+        {"head_size": 2.0},
+        {"block_size": True},
+        {"chunk_tokens": 12, "block_size": 8},
+        {"chunk_tokens": 4, "block_size": 8},
+        {"dtype": "int8"},
+        {"page_format": "tokens"},
+        {"num_layers": "2"},
+    ],
+)
 def test_layouts_that_cannot_be(wrong):
     with pytest.raises(InvalidInputError):
         replace(LAYOUT, **wrong)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-
 from oracle import chain_of
+
 from workbench.index import ChunkIndex
 
 LEVELS = 3
@@ -133,7 +133,9 @@ class IndexMachine(RuleBasedStateMachine):
             } == places
             assert index.in_use(entry) == bool(self.users.get(name))
             parent = index.parents[entry]
-            assert parent < 0 or index.keys[parent] == key_of(name[:-1]), "the parent's entry was given to another chunk"
+            assert parent < 0 or index.keys[parent] == key_of(name[:-1]), (
+                "the parent's entry was given to another chunk"
+            )
             own = [other for other in NAMES if other and other[:-1] == name and self.places.get(other)]
             linked = [o for o in own if index.parents[index.find(key_of(o))] == entry]
             assert index.children[entry] == len(linked)

@@ -33,10 +33,19 @@ class Guarded:
 
 
 SHAPES = [  # layers, blocks, blocks per chunk, page bytes, chunks, offset of the arrays, gap between rows
-    (1, 1, 1, 1, 1, 0, 0), (2, 8, 2, 64, 3, 0, 0), (2, 8, 2, 64, 3, 1, 0), (3, 9, 1, 63, 4, 0, 0), (3, 9, 2, 65, 4, 0, 1),
-    (2, 16, 4, 4096, 4, 0, 64), (2, 16, 4, 4096, 4, 32, 0), (1, 40, 3, 192, 12, 0, 7), (5, 7, 1, 128, 7, 63, 0),
-    (2, 8, 2, 64, 0, 0, 0), (30, 4, 2, 256, 2, 0, 0), (2, 6, 3, 1000, 2, 16, 24),
-]  # fmt: skip
+    (1, 1, 1, 1, 1, 0, 0),
+    (2, 8, 2, 64, 3, 0, 0),
+    (2, 8, 2, 64, 3, 1, 0),
+    (3, 9, 1, 63, 4, 0, 0),
+    (3, 9, 2, 65, 4, 0, 1),
+    (2, 16, 4, 4096, 4, 0, 64),
+    (2, 16, 4, 4096, 4, 32, 0),
+    (1, 40, 3, 192, 12, 0, 7),
+    (5, 7, 1, 128, 7, 63, 0),
+    (2, 8, 2, 64, 0, 0, 0),
+    (30, 4, 2, 256, 2, 0, 0),
+    (2, 6, 3, 1000, 2, 16, 24),
+]
 
 
 @pytest.mark.parametrize("skip", [0.0, 0.3, 1.0])
@@ -99,12 +108,23 @@ def test_pages_inside_one_tensor_with_layers_last():
 GOOD = {"blocks": np.array([[0, 1]]), "slots": np.array([0]), "arena": np.zeros((2, 2, 2, 8), np.uint8)}
 
 
-@pytest.mark.parametrize("wrong", [
-    {"blocks": np.array([[0, 4]])}, {"blocks": np.array([[-2, 0]])}, {"blocks": np.array([0, 1])},
-    {"blocks": np.array([[0.0, 1.0]])}, {"blocks": np.array([[0]])}, {"slots": np.array([2])}, {"slots": np.array([-1])},
-    {"slots": np.array([0, 1])}, {"slots": np.array([0], np.int32)}, {"arena": np.zeros((2, 2, 2, 9), np.uint8)},
-    {"arena": np.zeros((2, 2, 2, 8), np.int8)}, {"arena": np.zeros((2, 2, 2, 16), np.uint8)[..., ::2]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"blocks": np.array([[0, 4]])},
+        {"blocks": np.array([[-2, 0]])},
+        {"blocks": np.array([0, 1])},
+        {"blocks": np.array([[0.0, 1.0]])},
+        {"blocks": np.array([[0]])},
+        {"slots": np.array([2])},
+        {"slots": np.array([-1])},
+        {"slots": np.array([0, 1])},
+        {"slots": np.array([0], np.int32)},
+        {"arena": np.zeros((2, 2, 2, 9), np.uint8)},
+        {"arena": np.zeros((2, 2, 2, 8), np.int8)},
+        {"arena": np.zeros((2, 2, 2, 16), np.uint8)[..., ::2]},
+    ],
+)
 @pytest.mark.parametrize("impl", gather_pages.impls)
 def test_what_does_not_fit_is_refused(impl, wrong):
     table, given = PageTable([np.zeros((4, 8), np.uint8)] * 2), {**GOOD, **wrong}
@@ -126,10 +146,17 @@ def test_read_only_targets_are_refused():
         gather_pages(PageTable([frozen] * 2), GOOD["blocks"], arena, GOOD["slots"])
 
 
-@pytest.mark.parametrize("layers", [
-    [], [np.zeros((4, 8))], [np.zeros(8, np.uint8)], [np.zeros((4, 16), np.uint8)[:, ::2]],
-    [np.zeros((4, 8), np.uint8), np.zeros((4, 9), np.uint8)], [np.zeros((8, 4), np.uint8).T],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [],
+        [np.zeros((4, 8))],
+        [np.zeros(8, np.uint8)],
+        [np.zeros((4, 16), np.uint8)[:, ::2]],
+        [np.zeros((4, 8), np.uint8), np.zeros((4, 9), np.uint8)],
+        [np.zeros((8, 4), np.uint8).T],
+    ],
+)
 def test_layers_that_are_no_page_table(layers):
     with pytest.raises(ValueError):
         PageTable(layers)

@@ -11,7 +11,19 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ["kernels", "workbench", "experiments", "notebooks"]
 
 # Inside workbench: a module imports nothing that stands to its right. Folders stand for all their files.
-ROOMS = ["errors", "layout", "chunks", "events", "policies", "codecs", "tiers", "orders", "engine", "connectors", "widgets"]
+ROOMS = [
+    "errors",
+    "layout",
+    "chunks",
+    "events",
+    "policies",
+    "codecs",
+    "tiers",
+    "orders",
+    "engine",
+    "connectors",
+    "widgets",
+]
 ROOM_OF = {
     "errors": "errors", "layout": "layout", "chunks": "chunks", "events": "events", "policies": "policies",
     "codecs": "codecs", "files": "layout", "record": "chunks", "tiers": "tiers", "index": "tiers", "orders": "orders",
@@ -73,7 +85,9 @@ def test_the_parser_of_this_test_sees_imports(tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "kernels").mkdir()
     path = tmp_path / "kernels" / "a.py"
-    path.write_text("def f():\n    from workbench import chunks\n\nfrom . import slots\nif TYPE_CHECKING:\n    import torch\n")
+    path.write_text(
+        "def f():\n    from workbench import chunks\n\nfrom . import slots\nif TYPE_CHECKING:\n    import torch\n"
+    )
     assert {"workbench", "workbench.chunks", "kernels.slots", "torch"} <= imports_of(path)
     assert imports_of(path, module_level_only=True) == {"kernels", "kernels.slots"}
 

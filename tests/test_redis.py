@@ -258,7 +258,7 @@ def test_password(monkeypatch, caplog, tmp_path):
             stored(opened, salt=salt)
         monkeypatch.delenv(PASSWORD_VARIABLE)
         tiers += [tier(), tier("wrong-" + SECRET)]
-        assert [read(refused, sample_chunks(1)[0])[0] for refused in tiers[2:]] == ["NOAUTH", "NOAUTH"]
+        assert [read(refused, sample_chunks(1)[0])[0] for refused in tiers[2:]] == ["NOAUTH", "WRONGPASS"]
         assert not tiers[3].breaker.allows
         assert SECRET not in caplog.text + "".join(repr(t) + str(vars(t.breaker)) for t in tiers)
         for opened in tiers:
@@ -296,10 +296,8 @@ def test_tls(tmp_path):
     files = ("--tls-cert-file", str(cert), "--tls-key-file", str(key), "--tls-ca-cert-file", str(cert))
     secure = redis_process("--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no", *files, port=port)
     try:
-        check_tier(
-            lambda: RedisTier(f"rediss://127.0.0.1:{port}", ca_file=cert, timeout_seconds=PATIENT), nbytes=500_000
-        )
-        stranger = RedisTier(f"rediss://127.0.0.1:{port}", timeout_seconds=PATIENT)
+        check_tier(lambda: RedisTier(url, ca_file=cert, timeout_seconds=PATIENT), nbytes=500_000)
+        stranger = RedisTier(url, timeout_seconds=PATIENT)
         assert stranger.write(sample_chunks(1)[0], np.zeros(9, np.uint8)) == ("unreachable", 0), "not trusted"
         stranger.close()
     finally:

@@ -6,8 +6,8 @@ import stat
 from pathlib import Path
 
 import pytest
-
 from oracle import IDENTITY, Pages, chain_of
+
 from workbench.engine import CacheEngine
 from workbench.errors import InvalidInputError
 from workbench.tiers.disk import DiskTier
@@ -41,7 +41,9 @@ def test_nothing_in_the_data_path_runs_what_it_reads():
 
 def test_the_search_itself_finds_what_it_looks_for(tmp_path):
     path = tmp_path / "bad.py"
-    path.write_text("import pickle\nfrom dill import loads\nx = eval('1')\nnp.load(f, allow_pickle=True)\ntorch.load(f)\n")
+    path.write_text(
+        "import pickle\nfrom dill import loads\nx = eval('1')\nnp.load(f, allow_pickle=True)\ntorch.load(f)\n"
+    )
     assert dangers_in(path) == {"pickle", "dill", "eval", "np.load", "torch.load"}
 
 

@@ -112,7 +112,7 @@ def label_text(text: Any) -> str:
 def _template(ink: str, paper: str, grid: str, quiet: str) -> go.layout.Template:
     axis = {
         "gridcolor": grid, "zerolinecolor": grid, "linecolor": grid, "ticks": "outside", "tickcolor": grid,
-        "automargin": True, "title": {"standoff": 10, "font": {"size": 13}}, "minor": {"gridcolor": grid, "griddash": "dot"},
+        "automargin": True, "title": {"standoff": 10, "font": {"size": 13}},
     }  # fmt: skip
     return go.layout.Template(
         layout={

@@ -49,11 +49,11 @@ def plot_hit_tokens(data: pl.DataFrame, *, template: str = "light", badge: str =
     columns = min(_COLUMNS, len(arms))
     rows = -(-len(arms) // columns)
     titles = [label_text(g["arm_label"][0]) for g in arms]
-    figure = make_subplots(rows=rows, cols=columns, shared_xaxes="all", shared_yaxes="all", subplot_titles=titles,
+    figure = make_subplots(rows=rows, cols=columns, shared_yaxes=True, subplot_titles=titles,
                            horizontal_spacing=0.03, vertical_spacing=0.16)  # fmt: skip
     new_figure(_TITLE, f"{label_text(badge)} · {data.height} requests; dashed: the workload's upper bound",
                template=template, height=140 + 300 * rows, figure=figure)  # fmt: skip
-    most = max(data["expected_hit_tokens"].max(), data["cached_tokens"].max(), 1)
+    most = max(*data["expected_hit_tokens"].to_list(), *data["cached_tokens"].to_list(), 1)
     shown: set[str] = set()
     for number, group in enumerate(arms):
         place = {"row": number // columns + 1, "col": number % columns + 1}
@@ -65,7 +65,7 @@ def plot_hit_tokens(data: pl.DataFrame, *, template: str = "light", badge: str =
                                mode="markers", hovertext=_hover(part), hoverinfo="text", showlegend=False,
                                marker=point_marker(styles[group["arm"][0]], phase), **place)  # fmt: skip
             if phase not in shown:
-                figure.add_trace(_legend_entry(phase), **place)
+                figure.add_trace(_legend_entry(phase), row=place["row"], col=place["col"])
                 shown.add(phase)
     figure.update_layout(margin_t=124)
     figure.update_annotations(font_size=12.5)
@@ -78,8 +78,8 @@ def plot_hit_tokens(data: pl.DataFrame, *, template: str = "light", badge: str =
 
 def _legend_entry(phase: str) -> go.Scatter:
     symbol = "circle-open" if phase == "first" else "circle"
-    return go.Scatter(x=[None], y=[None], mode="markers", name=phase_text(phase),
-                      marker={"symbol": symbol, "size": 10, "color": REFERENCE_COLOR, "line": {"width": 1.6}})  # fmt: skip
+    marker = {"symbol": symbol, "size": 10, "color": REFERENCE_COLOR, "line": {"width": 1.6, "color": REFERENCE_COLOR}}
+    return go.Scatter(x=[None], y=[None], mode="markers", name=phase_text(phase), marker=marker)
 
 
 def _hover(part: pl.DataFrame) -> list[str]:

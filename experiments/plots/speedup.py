@@ -51,7 +51,7 @@ def plot_speedup(data: pl.DataFrame, *, template: str = "light", badge: str = "m
                            marker=point_marker(styles[group["arm"][0]], group["phase"][0]))  # fmt: skip
         _mark_median(figure, group, place)
     figure.add_vline(x=1, line={"color": REFERENCE_COLOR, "width": 1.5, "dash": "dash"})
-    low, high = min(data["speedup"].min(), 0.8), max(data["speedup"].max(), 1.25)
+    low, high = min(*data["speedup"].to_list(), 0.8), max(*data["speedup"].to_list(), 1.25)
     ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500]
     figure.update_xaxes(type="log", range=[log10(low) - 0.06, log10(high) + 0.06], tickvals=ticks,
                         ticktext=[f"{t:g}×" for t in ticks],

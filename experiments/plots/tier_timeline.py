@@ -34,7 +34,7 @@ def tier_timeline_data(requests: pl.DataFrame, events: pl.DataFrame) -> pl.DataF
     """
     if events.is_empty():
         return pl.DataFrame(schema=_SCHEMA)
-    labels, begin = arm_labels(requests), events["time"].min()
+    labels, begin = arm_labels(requests), min(events["time"].to_list())
     rows: list[tuple] = []
     for group in events.partition_by("arm", maintain_order=True):
         arm = group["arm"][0]
@@ -65,7 +65,7 @@ def _changes(events: pl.DataFrame, begin: float) -> list[tuple]:
 def _thinned(changes: pl.DataFrame) -> pl.DataFrame:
     if changes.is_empty():
         return changes
-    step = max(changes["time_s"].max() / _TIMES, 1e-9)
+    step = max(max(changes["time_s"].to_list()) / _TIMES, 1e-9)
     keys = ["arm", "arm_label", "tier", "kind"]
     return (
         changes.with_row_index("row")
@@ -84,17 +84,17 @@ def plot_tier_timeline(data: pl.DataFrame, *, template: str = "light", badge: st
     figure = make_subplots(rows=len(arms), cols=1, shared_xaxes=True, vertical_spacing=0.12 / len(arms) + 0.03,
                            subplot_titles=[label_text(group["arm_label"][0]) for group in arms])  # fmt: skip
     evicted = data.filter(pl.col("kind") == "evict")["chunks"].sum()
-    new_figure(_TITLE, f"{label_text(badge)} · {data['chunks'].sum():,} changes, {evicted:,} evictions", template=template,
-               height=140 + 190 * len(arms) + 40, figure=figure)  # fmt: skip
-    unit_bytes, unit = _unit(data["used_bytes"].max())
+    subtitle = f"{label_text(badge)} · {data['chunks'].sum():,} changes, {evicted:,} evictions"
+    new_figure(_TITLE, subtitle, template=template, height=180 + 190 * len(arms), figure=figure)
+    unit_bytes, unit = _unit(max(data["used_bytes"].to_list()))
     tiers = data["tier"].unique(maintain_order=True).to_list()
-    shown: set[str] = set()
+    end, shown = max(data["time_s"].to_list()), set()
     for row, group in enumerate(arms, 1):
         for part in group.partition_by("tier", maintain_order=True):
             look = _TIER_LOOKS[tiers.index(part["tier"][0]) % len(_TIER_LOOKS)]
-            for trace in (_filling(part, look, unit_bytes, data["time_s"].max()), *_evictions(part, unit_bytes)):
-                figure.add_trace(trace.update(showlegend=trace.name not in shown), row=row, col=1)
-                shown.add(trace.name)
+            for trace in (_filling(part, look, unit_bytes, end), *_evictions(part, unit_bytes)):
+                figure.add_trace(trace.update(showlegend=trace["name"] not in shown), row=row, col=1)
+                shown.add(trace["name"])
     figure.update_layout(margin_t=124)
     figure.update_annotations(font_size=14)
     figure.update_yaxes(title=f"held ({unit})", rangemode="tozero")
@@ -122,7 +122,8 @@ def _evictions(part: pl.DataFrame, unit_bytes: int) -> list[go.Scatter]:
     if gone.is_empty():
         return []
     hover = [
-        f"<b>{row['chunks']} evicted</b> from {label_text(row['tier'])}<br>{bytes_text(-row['changed_bytes'])} at {row['time_s']:.1f} s"
+        f"<b>{row['chunks']} evicted</b> from {label_text(row['tier'])}<br>"
+        f"{bytes_text(-row['changed_bytes'])} at {row['time_s']:.1f} s"
         for row in gone.iter_rows(named=True)
     ]
     return [go.Scatter(x=gone["time_s"].to_list(), y=[u / unit_bytes for u in gone["used_bytes"]], mode="markers",

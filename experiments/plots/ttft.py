@@ -1,4 +1,4 @@
-"""Time to first token: every request as a point with its arm's median, and how many requests were served within a time."""
+"""Time to first token: each request as a mark beside its arm's median, and how many were served within a time."""
 
 import plotly.graph_objects as go
 import polars as pl
@@ -80,8 +80,8 @@ def _counts_text(data: pl.DataFrame) -> str:
 def _points(group: pl.DataFrame, place: int, style: ArmStyle) -> go.Scatter:
     hover = [
         f"<b>{label_text(row['arm_label'])}</b>, {phase_text(group['phase'][0])}<br>{label_text(row['request_id'])}<br>"
-        f"TTFT {seconds_text(row['ttft_s'])}, {row['prompt_tokens']:,} prompt tokens, {row['cached_tokens'] or 0:,} reused"
-        f" ({label_text(row['kind'])})<br>n = {row['n']}"
+        f"TTFT {seconds_text(row['ttft_s'])}, {row['prompt_tokens']:,} prompt tokens, "
+        f"{row['cached_tokens'] or 0:,} reused ({label_text(row['kind'])})<br>n = {row['n']}"
         for row in group.iter_rows(named=True)
     ]
     return go.Scatter(x=group["ttft_s"].to_list(), y=[place] * group.height, mode="markers", hovertext=hover,
@@ -94,9 +94,9 @@ def _curve(group: pl.DataFrame, style: ArmStyle) -> go.Scatter:
     name = f"{label_text(group['arm_label'][0])}, {phase_text(group['phase'][0])}"
     hover = [f"<b>{name}</b><br>{s:.0f} % within {seconds_text(t)}<br>n = {group.height}"
              for t, s in zip(times, shares, strict=True)]  # fmt: skip
+    line = {"shape": "hv", "color": style.color, "dash": style.dash, "width": 1.8}
     return go.Scatter(x=[times[0], *times], y=[0, *shares], hovertext=[hover[0], *hover], hoverinfo="text", name=name,
-                      mode="lines+markers", line={"shape": "hv", "color": style.color, "dash": style.dash, "width": 1.8},
-                      marker=point_marker(style, group["phase"][0], 6))  # fmt: skip
+                      mode="lines+markers", line=line, marker=point_marker(style, group["phase"][0], 6))  # fmt: skip
 
 
 def _mark_median(figure: go.Figure, group: pl.DataFrame, place: int) -> None:

@@ -38,7 +38,7 @@ def ttft_parts_data(requests: pl.DataFrame) -> pl.DataFrame:
 
 
 def plot_ttft_parts(data: pl.DataFrame, *, template: str = "light", badge: str = "measured") -> go.Figure:
-    """Stacked bars, one panel a phase; arms with reuse once more, enlarged, if they are hard to see beside the others."""
+    """Stacked bars, one panel a phase; arms with reuse once more, enlarged, if they are small beside the others."""
     if data.is_empty():
         return no_data_figure(_TITLE, "no request was answered", template=template, badge=badge)
     panels = _panels(data)
@@ -63,8 +63,9 @@ def plot_ttft_parts(data: pl.DataFrame, *, template: str = "light", badge: str =
 def _panels(data: pl.DataFrame) -> list[tuple[str, pl.DataFrame]]:
     panels = [(phase_text(f["phase"][0]), f) for f in data.partition_by("phase", maintain_order=True)]
     reused = data.filter(pl.col("phase") == "again", pl.col("arm") != NO_REUSE)
-    longest, longest_reused = data.filter(pl.col("phase") == "again")["ttft_s"].max(), reused["ttft_s"].max()
-    if longest_reused and longest and longest > _ENLARGE_FROM * longest_reused:
+    again = data.filter(pl.col("phase") == "again")
+    longest, longest_reused = (max(f["ttft_s"].drop_nulls().to_list(), default=0.0) for f in (again, reused))
+    if longest > _ENLARGE_FROM * longest_reused > 0:
         panels.append(("asked again, arms with reuse, enlarged", reused))
     return panels
 

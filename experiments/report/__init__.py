@@ -29,7 +29,8 @@ from experiments.report.texts import (
     what_was_run,
 )
 from experiments.runs import Run
-from experiments.summary import headline, render_summary, sooner_text, summary_sheets, summary_table
+from experiments.summary import summary_table
+from experiments.summary_text import headline, render_summary, sooner_text, summary_sheets
 from experiments.units import seconds_text
 
 __all__ = ["machine_badge", "print_summary", "write_report"]

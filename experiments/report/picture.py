@@ -3,6 +3,7 @@
 import tempfile
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 from PIL import Image
@@ -10,7 +11,8 @@ from PIL import Image
 from experiments.plots import plot_run
 from experiments.plots._style import label_text, new_figure
 from experiments.runs import Run
-from experiments.summary import headline, summary_table
+from experiments.summary import summary_table
+from experiments.summary_text import headline
 
 __all__ = ["write_picture"]
 
@@ -60,7 +62,7 @@ def _drawn(figures: dict[str, go.Figure]) -> dict[str, Image.Image]:
         return {name: Image.open(path).convert("RGB") for name, path in paths.items()}
 
 
-def _size(name: str, figure: go.Figure) -> dict[str, int]:
+def _size(name: str, figure: go.Figure) -> dict[str, Any]:
     columns = len(_COLUMNS) if name == "title" else 1
     return {"width": _COLUMN_PX * columns, "height": figure["layout"]["height"]}
 

@@ -118,7 +118,7 @@ def method_notes(events: pl.DataFrame, environment: dict[str, Any]) -> Iterator[
     if not events.filter(pl.col("kind") == "load", pl.col("tier") == "disk").is_empty():
         yield _FILES_NOTE
     if load := environment.get("load_average"):
-        yield f"The machine's load average over the last minute was {load[0]} when the run was saved, its own work included."
+        yield f"The machine's load average was {load[0]} when the run was saved, its own work included."
 
 
 def answers_note(prompts: int, differing: int, shown: int) -> str:

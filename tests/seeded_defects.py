@@ -1,0 +1,230 @@
+"""Breaks the engine on purpose, one line at a time, and shows that the suite notices each.
+
+    python -m pytest -m slow tests/seeded_defects.py
+
+A defect is (file, text that stands there once, what to put in its place, tests that must fail).
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+DEFECTS = {
+    "dtype is not in the key": (
+        "workbench/layout.py",
+        "for f in fields(value) for part",
+        'for f in fields(value) if f.name != "dtype" for part',
+        "test_identity.py",
+    ),
+    "salt is not in the key": (
+        "workbench/chunks.py",
+        "_framed([self.salt, *self.lora])",
+        "_framed([*self.lora])",
+        "test_identity.py",
+    ),
+    "the key does not cover the prefix": (
+        "workbench/chunks.py",
+        "hashlib.sha256(parent + own + inputs)",
+        "hashlib.sha256(own + inputs)",
+        "test_chunks.py",
+    ),
+    "token ids wrap": (
+        "workbench/chunks.py",
+        "if array.size and (array.min() < 0 or array.max() > _MAX_TOKEN):",
+        "if False:",
+        "test_chunks.py",
+    ),
+    "the checksum is skipped": (
+        "workbench/tiers/disk.py",
+        'return "" if xxhash.xxh3_128_digest(out) == header.payload_digest else "corrupt"',
+        'return ""',
+        "test_disk.py",
+    ),
+    "tokens are not compared": (
+        "workbench/record.py",
+        "place == (chunk.key, chunk.parent, chunk.start, chunk.stop, chunk.tokens)",
+        "place[:1] == (chunk.key,)",
+        "test_disk.py",
+    ),
+    "records are written in place": (
+        "workbench/tiers/disk.py",
+        "temporary = self._temporary_name(chunk.key)",
+        "temporary = target",
+        "test_disk.py",
+    ),
+    "temporary files stay": (
+        "workbench/tiers/disk.py",
+        "if entry.name.endswith(_TEMPORARY):",
+        "if False:",
+        "test_disk.py",
+    ),
+    "a transient fault takes the record away": (
+        "workbench/tiers/disk.py",
+        'if reason in ("corrupt", "mismatch"):',
+        "if reason:",
+        "test_disk.py",
+    ),
+    "damaged records stay": (
+        "workbench/tiers/disk.py",
+        'if reason in ("corrupt", "mismatch"):',
+        "if False:",
+        "test_disk.py",
+    ),
+    "links are followed": (
+        "workbench/tiers/disk.py",
+        "os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)\n        except OSError as error:\n            if",
+        "os.O_RDONLY | os.O_CLOEXEC)\n        except OSError as error:\n            if",
+        "test_security.py",
+    ),
+    "one release is forgotten": (
+        "workbench/control.py",
+        "for tier, entry in running.holds:",
+        "for tier, entry in running.holds[1:]:",
+        "test_engine.py test_control.py",
+    ),
+    "a written chunk stays held": (
+        "workbench/control.py",
+        "            self.memory.release(entry)\n",
+        "            pass\n",
+        "test_engine.py",
+    ),
+    "the arena copy is not held while it is written": (
+        "workbench/control.py",
+        "                self.memory.hold(entry)\n                self._writing.add((entry, level))\n",
+        "                pass\n",
+        "test_engine.py test_control.py",
+    ),
+    "capacity is not looked at": (
+        "workbench/tiers/base.py",
+        "return self.used_bytes + nbytes <= self.capacity_bytes",
+        "return True",
+        "test_engine.py",
+    ),
+    "a failed store keeps its room": (
+        "workbench/control.py",
+        '        if entry in self.tiers[level]:\n            self._leave(entry, level, "store failed")',
+        "        pass",
+        "test_disk.py test_control.py",
+    ),
+    "lookups see what is only ordered": (
+        "workbench/control.py",
+        "if entry < 0 or not resident[entry]:",
+        "if entry < 0:",
+        "test_control.py",
+    ),
+    "what a failed load spoiled is stored": (
+        "workbench/transfers.py",
+        "if self._step_tainted or order.attempt <= self._tainted.get(order.request, -1):",
+        "if False:",
+        "test_control.py",
+    ),
+    "slots are not checked": (
+        "workbench/transfers.py",
+        'return "" if contents == order.chunk else "mismatch"',
+        'return ""',
+        "test_control.py",
+    ),
+    "a queued write does not protect its slot": (
+        "workbench/transfers.py",
+        "elif order.slot != STAGING and self.arena.leaving[order.slot]:",
+        "elif False:",
+        "test_control.py",
+    ),
+    "demotions do not wait for erasures": (
+        "workbench/transfers.py",
+        "                if self._erasing:\n                    self.flush()",
+        "                if False:\n                    pass",
+        "test_control.py",
+    ),
+    "a child may outlive its parent": (
+        "workbench/control.py",
+        "return self.index.children[entry] > 0 and self.index.is_last_copy(entry, level)",
+        "return False",
+        "test_engine.py",
+    ),
+    "a parent's entry is given away": (
+        "workbench/index.py",
+        "or self._links[entry] or self._users[entry]",
+        "or self._users[entry]",
+        "test_index.py",
+    ),
+    "promotions push out what the same request loads": (
+        "workbench/control.py",
+        "            self._hold(running, level, entry)\n        return level",
+        "            pass\n        return level",
+        "test_engine.py test_control.py",
+    ),
+    "the use of a file is not noted": (
+        "workbench/tiers/disk.py",
+        "            self._touch(chunk.key)",
+        "            pass",
+        "test_engine.py",
+    ),
+    "the last page of a chunk is not moved": (
+        "kernels/pages.py",
+        "for i in range(width):",
+        "for i in range(width - 1):",
+        "test_kernel_pages.py",
+    ),
+    "a fast copy writes past its page": (
+        "kernels/pages.py",
+        "if target % 64 or nbytes % 64:",
+        "if target % 64:",
+        "test_kernel_pages.py",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    target = tmp_path_factory.mktemp("defects") / "tree"
+    target.mkdir()
+    for name in ("kernels", "workbench", "tests", "pyproject.toml"):
+        source = ROOT / name
+        ignored = shutil.ignore_patterns("__pycache__", ".*")
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=ignored)
+        elif source.exists():
+            shutil.copy(source, target / name)
+    return target
+
+
+def run_tests(tree: Path, tests: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(tree), "NUMBA_CACHE_DIR": str(tree / "cache")}
+    files = [f"tests/{name}" for name in tests.split()]
+    arguments = ["-m", "not slow", "-x", "-q", "-p", "no:cacheprovider", *files]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_seeded_defect_is_caught(name, copy):
+    path, before, after, tests = DEFECTS[name]
+    source = (copy / path).read_text()
+    assert source.count(before) == 1, f"{path} no longer holds the line that this defect breaks"
+    try:
+        (copy / path).write_text(source.replace(before, after))
+        result = run_tests(copy, tests)
+    finally:
+        (copy / path).write_text(source)
+    assert result.returncode == 1, f"the suite did not notice (exit {result.returncode}): {result.stdout[-500:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_without_a_defect_the_suite_passes(copy):
+    result = run_tests(copy, " ".join(sorted({test for *_, tests in DEFECTS.values() for test in tests.split()})))
+    assert result.returncode == 0, result.stdout[-2000:]
