@@ -4,6 +4,7 @@ summary_table -> summary_sheets (any table) -> render_summary (terminal); summar
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import polars as pl
@@ -108,7 +109,7 @@ def _rich_table(sheet: Sheet) -> Table:
     )
     for number, name in enumerate(sheet.header):
         drawn.add_column(name, justify="left" if number < 2 else "right", overflow="fold")
-    for row, following in zip(sheet.rows, [*sheet.rows[1:], None], strict=True):
+    for row, following in zip_longest(sheet.rows, sheet.rows[1:]):
         drawn.add_row(*map(escape, row), end_section=following is not None and following[1] != row[1])
     return drawn
 
@@ -142,7 +143,7 @@ def _arms_sentence(arms: Sequence[dict]) -> str:
     listed = " and ".join([", ".join(verdicts[:-1]), verdicts[-1]] if len(verdicts) > 1 else verdicts)
     fewest = min(row["pairs"] for row in arms)
     more = " or more" if len({row["pairs"] for row in arms}) > 1 else ""
-    return f"With reuse it came {listed}; medians of {fewest} pairs{more}."
+    return f"With reuse the first token came {listed}; medians of {fewest} pairs{more}."
 
 
 def sooner_text(speedup: float) -> str:
@@ -155,4 +156,6 @@ def _answers_sentence(arms: Sequence[dict]) -> list[str]:
     equal = sum(row["equal_prefix_cache"] for row in arms)
     if not compared:
         return []
-    return [f"{equal} of {compared} other answers equal those with vLLM's own prefix cache, token by token."]
+    return [
+        f"{equal} of {compared} answers of the other arms with reuse equal those of the prefix cache, token by token."
+    ]

@@ -69,7 +69,15 @@ class Compiled:
 _PAGED = {"pointers": "*i64", "blocks": "*i64", "block_step": "i64", "head_step": "i64"}
 _CODED = {**_PAGED, "row_step": "i64", "codes": "*u8", "scales": "*i16", "zeros": "*i16"}
 _SHAPE = {"LAYERS": 32, "SPANS": 16, "SPAN": 1, "HEADS": 8, "ROWS": 16, "COLUMNS": 128, "ALIGNED": True}
-_KINDS = {"int8": (0, 8), "uint8": (1, 8), "uint4": (1, 4), "uint3": (1, 3), "uint2": (1, 2), "e4m3": (2, 8), "e5m2": (3, 8)}
+_KINDS = {
+    "int8": (0, 8),
+    "uint8": (1, 8),
+    "uint4": (1, 4),
+    "uint3": (1, 3),
+    "uint2": (1, 2),
+    "e4m3": (2, 8),
+    "e5m2": (3, 8),
+}
 
 
 def variants() -> Iterator[Variant]:

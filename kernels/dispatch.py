@@ -43,9 +43,9 @@ def on_gpu(array: Any) -> bool:
 def dispatch(reference: Callable[..., Any], *, check: Callable[..., None], **fast: str) -> Callable[..., Any]:
     """Make the public operation: it takes the reference's arguments and `impl`.
 
-    "auto" takes triton where the first argument lies on a GPU (its `is_cuda`), else numba. A name that is not implemented raises
-    ValueError with the names that are. `check` gets the same arguments first, and raises ValueError where they do not
-    fit, so that no implementation has to.
+    "auto" takes triton where the first argument lies on a GPU (its `is_cuda`), else numba. A name that is not
+    implemented raises ValueError with the names that are. `check` gets the same arguments first, and raises ValueError
+    where they do not fit, so that no implementation has to.
     """
     impls = Implementations(reference, **fast)
 

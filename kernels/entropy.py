@@ -61,9 +61,7 @@ def normalize(counts: np.ndarray) -> np.ndarray:
     return frequencies.astype(np.uint16)
 
 
-def _check(
-    symbols: np.ndarray, choice: np.ndarray, *, frequencies: np.ndarray, words: np.ndarray, counts=None
-) -> None:
+def _check(symbols: np.ndarray, choice: np.ndarray, *, frequencies: np.ndarray, words: np.ndarray, counts=None) -> None:
     streams, rows, columns = symbols.shape
     if choice.shape != (streams, rows):
         raise ValueError(f"choice is {choice.shape}; it must be {(streams, rows)}")

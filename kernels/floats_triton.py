@@ -5,6 +5,8 @@ fp8 drops a rounding carry), so every rounding here is done on integer bits. Div
 approximate on GPUs. Compile with `TRITON_DEFAULT_FP_FUSION=0`: a fused multiply-add would change bytes.
 """
 
+# ruff: noqa: N803 - a Triton kernel's compile-time constants are in capitals
+
 import os
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "0")

@@ -5,7 +5,7 @@ intrinsic over `lanes` values at an address (32 for the body, 1 for a tail; LLVM
 The same definitions as `kernels.floats`: integer operations, comparisons, and float32 add, subtract and multiply with
 one rounding each. No fused multiply-add and no libm call, so the bytes are those of the reference.
 
-Arguments named `kind`, `float16`, `parts`, `width` and `shift` are literals: numbers that are known when the kernel is compiled.
+Arguments named `kind`, `float16`, `parts`, `width` and `shift` are literals: numbers known when a kernel is compiled.
 """
 
 from llvmlite import ir
@@ -214,7 +214,7 @@ def decode_row(typing_context, source, target, count, scale, zero, kind, float16
 
 @intrinsic(prefer_literal=True)
 def widen_row(typing_context, source, low, high, count, kind):
-    """Widen `count` ranges of order keys (magnitudes, for a symmetric kind), int16 at two addresses, by one value each."""
+    """Widen `count` ranges of order keys (or magnitudes), int16 at two addresses, by one value each."""
 
     def codegen(context, builder, signature, args):
         def body(emit, index):

@@ -57,7 +57,9 @@ def gather_pages(pages: PageTable, blocks: np.ndarray, arena: np.ndarray, slots:
     return _choose(impl)(pages, blocks, arena, slots, True)
 
 
-def scatter_pages(arena: np.ndarray, slots: np.ndarray, pages: PageTable, blocks: np.ndarray, impl: str = "auto") -> int:
+def scatter_pages(
+    arena: np.ndarray, slots: np.ndarray, pages: PageTable, blocks: np.ndarray, impl: str = "auto"
+) -> int:
     """Copy chunks into pages. See the module for shapes; raises ValueError where one does not fit."""
     _check(pages, blocks, arena, slots)
     if not pages.writable:
@@ -67,7 +69,9 @@ def scatter_pages(arena: np.ndarray, slots: np.ndarray, pages: PageTable, blocks
 
 def _check(pages: PageTable, blocks: np.ndarray, arena: np.ndarray, slots: np.ndarray) -> None:
     if blocks.ndim != 2 or blocks.dtype != np.int64 or slots.dtype != np.int64:
-        raise ValueError(f"blocks are {blocks.dtype} {blocks.shape} and slots {slots.dtype}; both are int64, blocks (m, n)")
+        raise ValueError(
+            f"blocks are {blocks.dtype} {blocks.shape} and slots {slots.dtype}; both are int64, blocks (m, n)"
+        )
     shape = (len(pages.pages), blocks.shape[1], pages.page_nbytes)
     if arena.shape[1:] != shape or arena.dtype != np.uint8 or not arena.flags.c_contiguous:
         raise ValueError(f"arena is {arena.dtype} {arena.shape}; it must be contiguous uint8 (slots, *{shape})")
@@ -160,9 +164,7 @@ def _move_parallel(bases, strides, page_nbytes, blocks, arena, slots, gather):
 
 
 def _move_numba(pages: PageTable, blocks: np.ndarray, arena: np.ndarray, slots: np.ndarray, gather: bool) -> int:
-    _move_parallel(
-        pages.addresses, pages.row_strides, pages.page_nbytes, blocks, arena.ctypes.data, slots, gather
-    )
+    _move_parallel(pages.addresses, pages.row_strides, pages.page_nbytes, blocks, arena.ctypes.data, slots, gather)
     return int((blocks >= 0).sum()) * len(pages.pages)
 
 

@@ -4,6 +4,8 @@ One program copies one page. Pages and the arena are read as 64-bit words; where
 loads and stores are 128 bits wide.
 """
 
+# ruff: noqa: N803 - a Triton kernel's compile-time constants are in capitals
+
 from collections.abc import Sequence
 
 import numpy as np

@@ -44,7 +44,18 @@ from kernels.floats import (
 )
 from kernels.tiles import Tiles
 
-__all__ = ["CODES", "Coded", "Scheme", "allocate", "dequantize", "has_unrepresentable", "quantize", "shapes"]
+__all__ = [
+    "CODES",
+    "Coded",
+    "Scheme",
+    "allocate",
+    "dequantize",
+    "has_unrepresentable",
+    "pack",
+    "quantize",
+    "shapes",
+    "unpack",
+]
 
 # Bits of one code.
 CODES = {"int8": 8, "e4m3": 8, "e5m2": 8, "uint8": 8, "uint4": 4, "uint3": 3, "uint2": 2}
@@ -157,7 +168,8 @@ def _quantize_reference(tiles: Tiles, blocks: np.ndarray, *, scheme: Scheme, cod
     groups = grouping(tiles, scheme, blocks.shape[1])
     gathered = [page[np.maximum(blocks, 0)] for page in tiles.in_memory_order()]
     bits = _group(np.stack(gathered, axis=1).view(np.uint16), groups)
-    skipped = (blocks < 0).reshape(len(blocks), 1, -1, groups.span, *(1,) * 4)
+    spans = blocks.shape[1] // groups.span
+    skipped = (blocks < 0).reshape(len(blocks), 1, spans, groups.span, *(1,) * 4)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         scales, zeros = _scales_and_zeros(bits, skipped, scheme, _reduced_axes(groups))
         numbers = decode16(bits, scheme.dtype)
@@ -165,15 +177,15 @@ def _quantize_reference(tiles: Tiles, blocks: np.ndarray, *, scheme: Scheme, cod
             numbers = numbers - decode16(zeros, scheme.dtype)
         codes = _encode(numbers * (np.float32(1) / decode16(scales, "bfloat16")), scheme)
     chunk, block = np.nonzero(blocks >= 0)
-    coded.codes[chunk, :, block] = _pack(_ungroup(codes, tiles, groups), scheme.bits)[chunk, :, block]
-    chunk, block = np.nonzero(~skipped.all(axis=3).reshape(len(blocks), -1))
+    coded.codes[chunk, :, block] = pack(_ungroup(codes, tiles, groups), scheme.bits)[chunk, :, block]
+    chunk, block = np.nonzero(~skipped.all(axis=3).reshape(len(blocks), spans))
     for out, params in ((coded.scales, scales), (coded.zeros, zeros))[: 1 + scheme.has_zeros]:
         out[chunk, :, block] = params.squeeze(_reduced_axes(groups))[chunk, :, block]
 
 
 def _dequantize_reference(tiles: Tiles, blocks: np.ndarray, *, scheme: Scheme, coded: Coded) -> None:
     groups = grouping(tiles, scheme, blocks.shape[1])
-    numbers = _decode(_unpack(coded.codes, scheme.bits), scheme)
+    numbers = _decode(unpack(coded.codes, scheme.bits), scheme)
     numbers = _group(numbers, groups)
     reduced = _reduced_axes(groups)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -237,7 +249,7 @@ def _ungroup(array: np.ndarray, tiles: Tiles, groups: Grouping) -> np.ndarray:
     return array.reshape(chunks, layers, spans * groups.span, tiles.num_heads, tiles.rows, tiles.columns)
 
 
-def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
     """(.., columns) uint8 codes -> (.., columns * bits / 8) bytes."""
     if bits == 8:
         return codes
@@ -251,8 +263,8 @@ def _pack(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.concatenate([packed, third], axis=-1)
 
 
-def _unpack(packed: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of `_pack`."""
+def unpack(packed: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of `pack`."""
     if bits == 8:
         return packed
     low_bits = 4 if bits == 4 else 2

@@ -4,6 +4,8 @@ Tiles and coded arrays are torch tensors on one device; block ids stay on the ho
 powers of two: a head of another size (MLA's 576) is given as several heads of one (9 of 64).
 """
 
+# ruff: noqa: N803, N806 - a Triton kernel's compile-time constants are in capitals
+
 import math
 
 import numpy as np

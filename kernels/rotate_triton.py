@@ -1,5 +1,7 @@
 """`rotate` and `unrotate` on a GPU: the bytes of `kernels.rotate`."""
 
+# ruff: noqa: N803 - a Triton kernel's compile-time constants are in capitals
+
 import numpy as np
 import torch
 import triton
@@ -56,10 +58,8 @@ def turn_tiles(
             plain_at += token * CHANNELS + channel
         else:
             plain_at += channel * TOKENS + token
-        if FORWARD:
-            bits = tl.load(paged_at, mask=inside, other=0)
-        else:
-            bits = tl.load(plain_at, mask=inside, other=0)
+        source = paged_at if FORWARD else plain_at
+        bits = tl.load(source, mask=inside, other=0)
         value = value_of(bits, FLOAT16) * tl.load(before + within)[None, :]
         distance: tl.constexpr = SIZE
         # Each turn does the butterflies of the lowest index bit and moves that bit to the top.

@@ -1,5 +1,7 @@
 """`gather_slots` and `scatter_slots` on a GPU: one program a token and layer."""
 
+# ruff: noqa: N803 - a Triton kernel's compile-time constants are in capitals
+
 import numpy as np
 import torch
 import triton

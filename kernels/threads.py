@@ -60,10 +60,10 @@ def run_units(kernel: Callable[..., None], units: int, nbytes: int, *args: objec
         while (piece := next(waiting, None)) is not None:  # next() on a list's iterator is atomic under the GIL
             kernel(*piece, *args)
 
-    helpers = [_threads().submit(work) for _ in range(threads - 1)]
+    others = [_threads().submit(work) for _ in range(threads - 1)]
     work()
-    for helper in helpers:
-        helper.result()
+    for other in others:
+        other.result()
 
 
 def _threads() -> ThreadPoolExecutor:

@@ -66,7 +66,7 @@ def test_round_trip(layout, tiers, tmp_path):
         "write": "back" if tiers == "back" else "through",
         "disk_path": tmp_path if tiers != "memory" else None,
         "verify": True,
-        "staging_bytes": 1 << 20,
+        "staging_bytes": 8 * layout.chunk_nbytes,
     }
     with CacheEngine(identity, **settings) as engine:
         for count in (0, 1, layout.chunk_tokens - 1, layout.chunk_tokens, 3 * layout.chunk_tokens + 1):

@@ -24,8 +24,10 @@ def encoded(symbols, choice, frequencies, impl="auto"):
 @pytest.mark.parametrize("shape", [(2, 3, 70), (1, 5, 32), (3, 2, 1), (2, 1, 300), (1, 1, 0), (2, 0, 8), (0, 2, 8)])
 @pytest.mark.parametrize("spread", [0.2, 3.0, 60.0])
 def test_words_and_symbols_are_the_references(shape, spread):
-    symbols, choice, frequencies = sample(*shape, spread) if np.prod(shape) else (
-        np.zeros(shape, np.uint8), np.zeros(shape[:2], np.uint8), normalize(np.ones((1, 256)))
+    symbols, choice, frequencies = (
+        sample(*shape, spread)
+        if np.prod(shape)
+        else (np.zeros(shape, np.uint8), np.zeros(shape[:2], np.uint8), normalize(np.ones((1, 256))))
     )
     words = np.zeros((shape[0], capacity_words(shape[1] * shape[2])), np.uint16)
     counts = encode(symbols, choice, frequencies=frequencies, words=words, impl="numba")

@@ -32,8 +32,8 @@ REDIS_FAULTS = {
 }  # fmt: skip
 S3_FAULTS = {
     "refused": {"refused"}, "blackhole": {"timeout"}, "slow": {"timeout"}, "drip": {"timeout"},
-    "truncated": {"disconnected"}, "wrong range": {"not the range asked for", "disconnected"},
-    "whole": {"not the range asked for", "disconnected", "http 200"}, "404 after HEAD": {"absent"},
+    "truncated": {"disconnected"}, "wrong range": {"not the range asked for"}, "whole": {"not the range asked for"},
+    "404 after HEAD": {"absent"},
     "403": {"http 403"}, "503": {"http 503"}, "500": {"http 500"}, "429": {"http 429"}, "404": {"absent"},
     "http": {"disconnected"},
 }  # fmt: skip

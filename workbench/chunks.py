@@ -53,9 +53,7 @@ class ChunkScope:
 
     def root(self, identity: Identity) -> bytes:
         """The parent key of a first chunk."""
-        return hashlib.sha256(
-            b"kvworkbench root" + identity.digest + _framed([self.salt, *self.lora])
-        ).digest()
+        return hashlib.sha256(b"kvworkbench root" + identity.digest + _framed([self.salt, *self.lora])).digest()
 
     def inputs_within(self, start: int, stop: int) -> bytes:
         """Digests and offsets of the inputs that overlap tokens start..stop, or nothing."""
@@ -103,7 +101,9 @@ def _from_array(tokens: object) -> np.ndarray:
     try:
         return np.asarray(tokens)
     except (TypeError, ValueError) as error:  # a tensor on a GPU or of a type that NumPy lacks, ragged rows
-        raise InvalidInputError(f"token ids must be one row of integers; got {type(tokens).__name__}: {error}") from None
+        raise InvalidInputError(
+            f"token ids must be one row of integers; got {type(tokens).__name__}: {error}"
+        ) from None
 
 
 class ChunkChain:

@@ -11,7 +11,6 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +25,13 @@ from workbench.layout import Identity, KVLayout
 from workbench.orders import Done, Order, Store
 from workbench.tiers.base import Tier, TierIndex
 from workbench.transfers import DataPlane
+from workbench.turns import Turns
 
 __all__ = ["CacheEngine", "EventFile", "build_control", "build_data"]
 
 
 def build_control(identity: Identity, config: CacheConfig, *, record: Recorder | None = None,
-                  recompute_seconds: Callable[[int, int], float] = lambda start, stop: 0.0) -> ControlPlane:  # fmt: skip
+                  recompute_seconds: Callable[[int, int], float] = lambda a, b: 0.0) -> ControlPlane:  # fmt: skip
     """The control plane that a configuration describes. Takes over nothing yet: see `ControlPlane.adopt`."""
     layout, tiers = identity.layout, []
     if memory_slots(layout, config):
@@ -123,7 +123,7 @@ def _in_turn(method):
     def call(self, *args, **kwargs):
         if not self.is_open:
             return method(self, *args, **kwargs)
-        return self._turn.submit(method, self, *args, **kwargs).result()
+        return self._turns.run(lambda: method(self, *args, **kwargs))
 
     return call
 
@@ -161,7 +161,7 @@ class CacheEngine:
         self._serial = 0
         self._process = os.getpid()
         self._closed = False
-        self._turn = ThreadPoolExecutor(1, thread_name_prefix="kv-engine")
+        self._turns = Turns("kv-engine")
         for level, tier in enumerate(self.data.tiers, self.data.first_level):
             self.data.run(self.control.adopt(level, tier.scan()))
 
@@ -290,8 +290,8 @@ class CacheEngine:
     def close(self) -> None:
         """Finish what is queued, within seconds, and release memory, threads and files; twice is fine."""
         if self.is_open:
-            self._turn.submit(self._close).result()
-            self._turn.shutdown()
+            self._turns.run(self._close)
+            self._turns.close()
 
     def _close(self) -> None:
         if self._closed:

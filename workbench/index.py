@@ -1,7 +1,7 @@
 """Which chunks the engine knows, and in which tiers each one lies: the control plane's only table.
 
-An entry is a small integer, recycled when its chunk is gone everywhere and no known chunk names it as its parent. Columns are flat arrays,
-so that a million chunks stay within a few hundred bytes each.
+An entry is a small integer, recycled when its chunk is gone everywhere and no known chunk names it as its parent.
+Columns are flat arrays, so that a million chunks stay within a few hundred bytes each.
 """
 
 from array import array

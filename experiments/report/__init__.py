@@ -96,11 +96,11 @@ def _cards(table: pl.DataFrame) -> Iterator[dict[str, str]]:
     for row in table.filter(pl.col("phase") == "again").iter_rows(named=True):
         if row["ttft_median_s"] is None:
             continue
-        against = "" if row["speedup_median"] is None else f", {sooner_text(row['speedup_median'])}"
+        against = [] if row["speedup_median"] is None else [sooner_text(row["speedup_median"])]
         yield {
             "name": row["arm_label"],
             "value": seconds_text(row["ttft_median_s"]),
-            "note": f"to the first token when asked again{against} (n = {row['n']})",
+            "note": ", ".join([*against, f"n\u00a0=\u00a0{row['n']}"]),
         }
 
 

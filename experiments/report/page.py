@@ -24,7 +24,7 @@ p { margin: 0 0 12px; max-width: 78ch; }
 .badge { display: inline-block; border: 1px solid var(--accent); color: var(--accent); border-radius: 999px;
   padding: 0 10px; font-size: 13px; font-weight: 600; vertical-align: 3px; margin-left: 8px; }
 .headline { font-size: 20px; line-height: 1.45; margin: 20px 0; max-width: 70ch; }
-.cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 20px 0; }
+.cards { display: flex; flex-wrap: wrap; gap: 12px; margin: 0 0 20px; }
 .card { flex: 1 1 200px; background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 14px 16px; }
 .card b { display: block; font-size: 28px; line-height: 1.2; }
@@ -99,7 +99,8 @@ PAGE = (
 <p class="quiet">Run {{ run_id }}{% if time %}, {{ time }}{% endif %}</p>
 <p id="what">{{ what }}</p>
 <p class="headline" id="headline">{{ headline }}</p>
-{% if cards %}<div class="cards">
+{% if cards %}<p class="quiet">Median time to first token when a document is asked about again:</p>
+<div class="cards">
 {% for card in cards %}<div class="card"><span>{{ card.name }}</span><b>{{ card.value }}</b>
 <span>{{ card.note }}</span></div>
 {% endfor %}</div>{% endif %}

@@ -38,7 +38,7 @@ def write_picture(run: Run, badge: str) -> str:
     except ChromeNotFoundError:
         return "no Chromium or Chrome is installed (on Debian: apt-get install chromium); then write the report anew."
     except (KaleidoError, DevtoolsProtocolError, RuntimeError, OSError) as error:
-        return f"the browser could not draw it ({type(error).__name__}: {error})."
+        return f"the browser could not draw it ({type(error).__name__}: {error.args[0] if error.args else ''})."
     _joined(images).save(run.folder / "report.png", optimize=True)
     return ""
 

@@ -7,18 +7,21 @@ __all__ = ["SessionAware"]
 
 @policy
 class SessionAware:
-    """Evicts the session that was silent longest, its deepest chunk first. Sessions are tenants.
+    """Chunks that one request stored form a group; the group used longest ago goes first, its deepest chunk first.
 
-    Where more tenants than table entries share one, the latest counts.
+    The table remembers when a group was used; groups that share an entry share the later use.
     """
 
+    fields = dict(group="i8")
     scalars = dict(most_depth=8192)
-    table = dict(spoke="f8")
+    table = dict(used="f8")
     table_min = 4096
 
     def touch(self, c):
-        self.spoke[self.tenant[c] & (self.table_entries - 1)] = self.request
+        if self.group[c] == 0:
+            self.group[c] = 1 + self.request
+        self.used[self.group[c] & (self.table_entries - 1)] = self.request
 
     def score(self, c):
-        latest = self.spoke[self.tenant[c] & (self.table_entries - 1)]
+        latest = self.used[self.group[c] & (self.table_entries - 1)]
         return latest * self.most_depth - min(self.depth[c], self.most_depth - 1)

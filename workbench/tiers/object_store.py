@@ -35,6 +35,15 @@ __all__ = ["ObjectStoreTier"]
 _PIECE = 1 << 20  # a download is watched in steps of this size
 _TRANSFERS_AT_ONCE = 8
 _QUESTIONS_AT_ONCE = 64  # HEAD and DELETE
+# What obstore's error texts hold -> our name for it; anything else is a connection that broke.
+_SIGNS = {
+    "kind: Timeout": "timeout",
+    "TimedOut": "timeout",
+    "ConnectionRefused": "refused",
+    "kind: Connect": "unreachable",
+    "UnexpectedRange": "not the range asked for",
+    "NotPartial": "not the range asked for",
+}
 _STATUS = re.compile(r"status code: (\d{3})")
 
 
@@ -162,8 +171,6 @@ class ObjectStoreTier(RemoteTier):
             return "absent"
         if result.meta["size"] != expected:
             return self._judge_length(result.meta["size"], expected)
-        if result.range != (0, expected):
-            raise _wrong_range()
         await _scatter(aiter(result.stream(min_chunk_size=_PIECE)), list(map(memoryview, parts)), pace)
         return ""
 
@@ -282,15 +289,9 @@ def _fault(error: Exception) -> RemoteError:
         return RemoteError("corrupt", outage=False)  # an empty object has no first byte
     if status:
         return RemoteError(f"http {status[1]}", outage=status[1].startswith("5") or status[1] == "429")
-    if "kind: Timeout" in text or "TimedOut" in text:
-        return RemoteError("timeout", outage=True)
-    if "ConnectionRefused" in text:
-        return RemoteError("refused", outage=True)
-    if "kind: Connect" in text:
-        return RemoteError("unreachable", outage=True)
     if isinstance(error, OSError):
         return RemoteError(type(error).__name__, outage=False)
-    return RemoteError("disconnected", outage=True)
+    return RemoteError(next((name for sign, name in _SIGNS.items() if sign in text), "disconnected"), outage=True)
 
 
 def _wrong_range() -> RemoteError:
