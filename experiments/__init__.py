@@ -1,1 +1,29 @@
-"""Experiments: workloads, real serving runs, replays, studies and the plots drawn from them."""
+"""Experiments: workloads, real serving runs, replays, studies and the plots drawn from them.
+
+    from experiments import compare
+    run = compare("smollm2", arms=["none", "memory"])
+    run.requests                      # polars
+"""
+
+from importlib import import_module
+
+_HOMES = {
+    "ARMS": "experiments.serving",
+    "Arm": "experiments.serving",
+    "EngineProcess": "experiments.serving",
+    "Run": "experiments.runs",
+    "compare": "experiments.demo",
+    "list_runs": "experiments.runs",
+    "long_document": "experiments.workloads.long_document",
+    "resolve_model": "experiments.models",
+    "summary_table": "experiments.summary",
+    "write_report": "experiments.report",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    """Load a public name when it is first asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'experiments' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(_HOMES[name]), name)

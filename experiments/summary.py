@@ -119,32 +119,34 @@ def hit_rates(requests: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
     they are the server's counters, which know no chunks: there the rate by chunks is null.
 
     Args:
-        requests: Answered requests.
-        events: With a column `arm`, and a column `phase` if they are to be told apart by it; events without a phase
-            (null or "", as of a warm-up request) are not counted. Without the column, the phase is "all".
+        requests: Answered requests. Their column `engine_request` tells the phase of an event; events of other
+            requests, such as a warm-up, are then not counted. Without the column, the phase of an event is "all".
+        events: With a column `arm`.
 
     Returns:
         arm, phase, measure, part, whole, hit_rate, source ("events" or "server counters").
     """
-    rates = _event_rates(events)
+    rates = _event_rates(requests, events)
     rows = [*rates, *_counter_rates(requests, {(arm, phase) for arm, phase, *_ in rates})]
     return pl.DataFrame(rows, schema=_RATE_SCHEMA, orient="row")
 
 
-def _event_totals(events: pl.DataFrame) -> dict[tuple[str, str], Totals]:
+def _event_totals(requests: pl.DataFrame, events: pl.DataFrame) -> dict[tuple[str, str], Totals]:
     """Totals of each (arm, phase)."""
-    if "phase" not in events.columns:
+    if "engine_request" in requests.columns:
+        phases = requests.select("arm", "phase", request="engine_request")
+        events = events.join(phases, on=["arm", "request"], how="inner", maintain_order="left")
+    else:
         events = events.with_columns(phase=pl.lit("all"))
     totals: dict[tuple[str, str], Totals] = {}
     for arm, phase, *fields in events.select("arm", "phase", *Event._fields).iter_rows():
-        if phase:
-            totals.setdefault((arm, phase), Totals()).add(Event(*fields))
+        totals.setdefault((arm, phase), Totals()).add(Event(*fields))
     return totals
 
 
-def _event_rates(events: pl.DataFrame) -> list[tuple]:
+def _event_rates(requests: pl.DataFrame, events: pl.DataFrame) -> list[tuple]:
     rows = []
-    for (arm, phase), totals in _event_totals(events).items():
+    for (arm, phase), totals in _event_totals(requests, events).items():
         rates, looked_up = totals.hit_rates(), totals.count("lookup")
         chunks = totals.count("hit") + totals.count("miss")
         rows += [
@@ -200,7 +202,7 @@ def summary_table(requests: pl.DataFrame, events: pl.DataFrame | None = None) ->
         _answers(good),
         _speedups(good),
         _rate_columns(hit_rates(good, events)),
-        _loaded(events),
+        _loaded(good, events),
     )
     for part in parts:
         table = table.join(part, on=keys, how="left")
@@ -272,9 +274,9 @@ def _rate_columns(rates: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _loaded(events: pl.DataFrame) -> pl.DataFrame:
+def _loaded(requests: pl.DataFrame, events: pl.DataFrame) -> pl.DataFrame:
     rows = [
         (arm, phase, sum(nbytes for (kind, _), nbytes in totals.nbytes.items() if kind == "load"))
-        for (arm, phase), totals in _event_totals(events).items()
+        for (arm, phase), totals in _event_totals(requests, events).items()
     ]
     return pl.DataFrame(rows, schema={"arm": pl.String, "phase": pl.String, "bytes_loaded": pl.Int64}, orient="row")

@@ -1,11 +1,13 @@
 """An entropy coder for small alphabets: rANS with static tables, 32 interleaved lanes, on byte symbols.
 
+    choose_tables(symbols, costs) -> choice                           the cheapest table for each row
     encode(symbols, choice, frequencies=..., words=out) -> counts     words[s, :counts[s]] = stream s
     decode(symbols, choice, frequencies=..., words=..., counts=...)   symbols <- words
 
 symbols      (streams, rows, columns) uint8
 choice       (streams, rows) uint8: the table of each row
 frequencies  (tables, 256) uint16; each row sums to 4096; a symbol that occurs has a frequency from 1 to 4095
+costs        (tables, 256) float32, bits of each symbol: `table_costs`
 words        (streams, capacity) uint16; `capacity_words` of a stream's symbols always suffices
 counts       (streams,) int64: words of each stream
 
@@ -28,7 +30,7 @@ import numpy as np
 
 from kernels.dispatch import dispatch
 
-__all__ = ["LANES", "SCALE", "capacity_words", "decode", "encode", "normalize"]
+__all__ = ["LANES", "SCALE", "capacity_words", "choose_tables", "decode", "encode", "normalize", "table_costs"]
 
 LANES = 32
 SCALE_BITS = 12
@@ -59,6 +61,26 @@ def normalize(counts: np.ndarray) -> np.ndarray:
         table[largest] += min(SCALE - table.sum(), SCALE - 1 - table[largest])
         table[(largest + 1) % 256] += SCALE - table.sum()
     return frequencies.astype(np.uint16)
+
+
+def table_costs(frequencies: np.ndarray) -> np.ndarray:
+    """(tables, 256) float32: bits that each symbol takes; a symbol that a table does not have costs 10^6."""
+    with np.errstate(divide="ignore"):
+        bits = SCALE_BITS - np.log2(frequencies.astype(np.float64))
+    return np.where(frequencies > 0, bits, 1e6).astype(np.float32)
+
+
+def _check_choice(symbols: np.ndarray, costs: np.ndarray) -> None:
+    if symbols.ndim != 3 or symbols.dtype != np.uint8 or not symbols.flags.c_contiguous:
+        raise ValueError(f"symbols are {symbols.dtype} {symbols.shape}; they must be contiguous uint8, 3-dimensional")
+    if costs.ndim != 2 or costs.shape[1] != 256 or not 1 <= len(costs) <= 256 or costs.dtype != np.float32:
+        raise ValueError(f"costs are {costs.dtype} {costs.shape}; they must be float32 (1 to 256, 256)")
+
+
+def _choose_tables_reference(symbols: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    rows = symbols.reshape(-1, symbols.shape[2])
+    counts = np.stack([np.bincount(row, minlength=256) for row in rows]) if len(rows) else np.zeros((0, 256))
+    return (counts @ costs.T.astype(np.float64)).argmin(1).astype(np.uint8).reshape(symbols.shape[:2])
 
 
 def _check(symbols: np.ndarray, choice: np.ndarray, *, frequencies: np.ndarray, words: np.ndarray, counts=None) -> None:
@@ -136,5 +158,8 @@ def _decode_reference(
             raise ValueError(f"stream {stream} does not end as it began: it is not what was encoded")
 
 
+choose_tables = dispatch(
+    _choose_tables_reference, check=_check_choice, numba="kernels.entropy_numba:choose_tables"
+)
 encode = dispatch(_encode_reference, check=_check, numba="kernels.entropy_numba:encode")
 decode = dispatch(_decode_reference, check=_check, numba="kernels.entropy_numba:decode")

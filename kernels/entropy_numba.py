@@ -13,10 +13,37 @@ from kernels.entropy import LANES, SCALE, SCALE_BITS
 from kernels.lanes_numba import Lanes, step
 from kernels.threads import run_units
 
-__all__ = ["decode", "encode"]
+__all__ = ["choose_tables", "decode", "encode"]
 
 _I1, _I8, _I16, _I32, _I64, _F32 = (*(ir.IntType(n) for n in (1, 8, 16, 32, 64)), ir.FloatType())
 _LOWEST_STATE = 1 << 16
+
+
+def choose_tables(symbols: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    choice = np.zeros(symbols.shape[:2], np.uint8)
+    flat = symbols.reshape(-1, symbols.shape[2])
+    run_units(_choose, len(flat), symbols.nbytes, flat, np.ascontiguousarray(costs.T), choice.reshape(-1))
+    return choice
+
+
+@njit(nogil=True, cache=True)
+def _choose(first, last, rows, costs, choice):
+    """costs (256, tables): the tables are the inner loop, so that it becomes vectors."""
+    tables = costs.shape[1]
+    total = np.empty(tables, np.float32)
+    # Four counts a symbol: equal neighbours do not wait for each other's store.
+    counts = np.empty((256, 4), np.int32)
+    for row in range(first, last):
+        counts[:] = 0
+        for i in range(rows.shape[1]):
+            counts[rows[row, i], i % 4] += 1
+        total[:] = 0
+        for symbol in range(256):
+            count = np.float32(counts[symbol, 0] + counts[symbol, 1] + counts[symbol, 2] + counts[symbol, 3])
+            if count > 0:
+                for t in range(tables):
+                    total[t] += count * costs[symbol, t]
+        choice[row] = np.argmin(total)
 
 
 def encode(symbols: np.ndarray, choice: np.ndarray, *, frequencies: np.ndarray, words: np.ndarray) -> np.ndarray:
@@ -38,7 +65,7 @@ def decode(
     entries = np.empty((len(frequencies), SCALE), np.uint32)
     _fill_entries(frequencies, entries)
     good = np.zeros(len(symbols), np.bool_)
-    run_units(_decode_streams, len(symbols), symbols.nbytes * 4, symbols, choice, entries, words, counts, good)
+    run_units(_decode_streams, -(-len(symbols) // _SIDE_BY_SIDE), symbols.nbytes * 4, symbols, choice, entries, words, counts, good)
     if not good.all():
         raise ValueError(f"stream {int(np.argmin(good))} is not what was encoded")
 
@@ -128,36 +155,57 @@ class _Stream(Lanes):
         change = builder.sub(self.cast("zext", high, _I32), self.cast("zext", low, _I32))
         return builder.sub(quotient, change), builder.add(rest, builder.mul(change, frequency))
 
+    def decode_step(self, state, place, mask, target, entries, end):
+        """Decode the active lanes' symbols to `target`; `state` and `place` are stack slots and are moved on."""
+        builder, lanes, word = self.builder, self.builder.load(state), self.builder.load(place)
+        entry = self.gather(entries, self.and_(lanes, SCALE - 1))
+        self.store_symbols(self.cast("trunc", entry, _I8), target, mask)
+        frequency = self.and_(self.shifted("lshr", entry, 8), SCALE - 1)
+        moved = builder.mul(frequency, self.shifted("lshr", lanes, SCALE_BITS))
+        moved = builder.add(moved, self.shifted("lshr", entry, 20))
+        needy = builder.and_(mask, self.below(moved, self.constant(_I32, _LOWEST_STATE)))
+        after = step(builder, word, self.count_set(needy), 2)
+        readable = builder.select(builder.icmp_signed(">", after, end), builder.sub(end, _I64(2 * LANES)), word)
+        filled = builder.or_(self.shifted("shl", moved, 16), self.expand(readable, needy))
+        builder.store(builder.select(mask, builder.select(needy, filled, moved), lanes), state)
+        builder.store(after, place)
+
     def below(self, value, limit):
         return self.builder.icmp_unsigned("<", value, limit)
 
 
-@intrinsic
-def _decode_row(typing_context, symbols, columns, states, entries, words, end):
-    """Decode one row; return the address of the next word. Past `end` it goes on without reading there."""
+@intrinsic(prefer_literal=True)
+def _decode_rows(typing_context, symbols, entries, places, ends, states, columns, streams):
+    """Decode one row of each of `streams` streams side by side: their chains of dependent steps overlap.
+
+    The first four are addresses of one address a stream; `places` (of the next word) are moved on. Past its end a
+    stream goes on without reading there.
+    """
 
     def codegen(context, builder, signature, args):
-        symbols, columns, states, entries, words, end = args
-        emit = _Stream(builder)
-        place, state = (cgutils.alloca_once_value(builder, v) for v in (words, emit.load(states, _I32)))
-        zero, width = ir.Constant(_I64, 0), ir.Constant(_I64, LANES)
-        with cgutils.for_range_slice(builder, zero, columns, width, _I64) as (index, _):
-            mask, lanes, word = emit.active(builder.sub(columns, index)), builder.load(state), builder.load(place)
-            entry = emit.gather(entries, emit.and_(lanes, SCALE - 1))
-            emit.store_symbols(emit.cast("trunc", entry, _I8), builder.add(symbols, index), mask)
-            frequency = emit.and_(emit.shifted("lshr", entry, 8), SCALE - 1)
-            moved = builder.mul(frequency, emit.shifted("lshr", lanes, SCALE_BITS))
-            moved = builder.add(moved, emit.shifted("lshr", entry, 20))
-            needy = builder.and_(mask, emit.below(moved, emit.constant(_I32, _LOWEST_STATE)))
-            after = step(builder, word, emit.count_set(needy), 2)
-            readable = builder.select(builder.icmp_signed(">", after, end), builder.sub(end, _I64(2 * LANES)), word)
-            filled = builder.or_(emit.shifted("shl", moved, 16), emit.expand(readable, needy))
-            builder.store(builder.select(mask, builder.select(needy, filled, moved), lanes), state)
-            builder.store(after, place)
-        emit.store(builder.load(state), states)
-        return builder.load(place)
+        symbols, entries, places, ends, states, columns = args[:6]
+        emit, zero, width = _Stream(builder), ir.Constant(_I64, 0), ir.Constant(_I64, LANES)
 
-    return types.int64(*(types.int64,) * 6), codegen
+        def pointers(array):
+            base = builder.inttoptr(array, _I64.as_pointer())
+            return [builder.load(builder.gep(base, [_I64(i)])) for i in range(streams.literal_value)]
+
+        tables, targets, limits = pointers(entries), pointers(symbols), pointers(ends)
+        place = [cgutils.alloca_once_value(builder, word) for word in pointers(places)]
+        state_at = [step(builder, states, _I64(i), 4 * LANES) for i in range(streams.literal_value)]
+        state = [cgutils.alloca_once_value(builder, emit.load(address, _I32)) for address in state_at]
+        with cgutils.for_range_slice(builder, zero, columns, width, _I64) as (index, _):
+            mask = emit.active(builder.sub(columns, index))
+            for i in range(streams.literal_value):
+                target = builder.add(targets[i], index)
+                emit.decode_step(state[i], place[i], mask, target, tables[i], limits[i])
+        for i, address in enumerate(state_at):
+            emit.store(builder.load(state[i]), address)
+            moved = builder.add(places, _I64(8 * i))
+            builder.store(builder.load(place[i]), builder.inttoptr(moved, _I64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(*(types.int64,) * 6, streams), codegen
 
 
 @intrinsic
@@ -190,7 +238,7 @@ def _encode_row(typing_context, symbols, columns, states, entries, words):
             builder.store(builder.select(mask, moved, lanes), state)
             builder.store(word, place)
         emit.store(builder.load(state), states)
-        any_bad = builder.icmp_unsigned("!=", builder.bitcast(builder.load(bad), _I32), _I32(0))
+        any_bad = builder.icmp_unsigned("!=", builder.bitcast(builder.load(bad), ir.IntType(LANES)), ir.IntType(LANES)(0))
         return builder.select(any_bad, _I64(0), builder.load(place))
 
     return types.int64(*(types.int64,) * 5), codegen
@@ -221,18 +269,35 @@ def _encode_streams(first, last, symbols, choice, entries, words, counts):
             words[stream, i] = words[stream, begin + i]
 
 
+_SIDE_BY_SIDE = 4
+
+
 @njit(nogil=True, cache=True)
 def _decode_streams(first, last, symbols, choice, entries, words, counts, good):
+    """Units are groups of _SIDE_BY_SIDE streams."""
     _, rows, columns = symbols.shape
-    state = np.empty(LANES, np.uint32)
-    states = state.ctypes.data
-    for stream in range(first, last):
-        for lane in range(LANES):
-            state[lane] = words[stream, 2 * lane] | np.uint32(words[stream, 2 * lane + 1]) << np.uint32(16)
-        place = words.ctypes.data + 2 * (stream * words.shape[1] + 2 * LANES)
-        end = place + 2 * (counts[stream] - 2 * LANES)
+    state = np.empty(LANES * _SIDE_BY_SIDE, np.uint32)
+    target, entry = np.empty(_SIDE_BY_SIDE, np.int64), np.empty(_SIDE_BY_SIDE, np.int64)
+    place, end = np.empty(_SIDE_BY_SIDE, np.int64), np.empty(_SIDE_BY_SIDE, np.int64)
+    for start in range(first * _SIDE_BY_SIDE, min(last * _SIDE_BY_SIDE, len(symbols)), _SIDE_BY_SIDE):
+        streams = min(_SIDE_BY_SIDE, len(symbols) - start)
+        for i in range(streams):
+            stream = start + i
+            for lane in range(LANES):
+                high = np.uint32(words[stream, 2 * lane + 1]) << np.uint32(16)
+                state[i * LANES + lane] = words[stream, 2 * lane] | high
+            place[i] = words.ctypes.data + 2 * (stream * words.shape[1] + 2 * LANES)
+            end[i] = place[i] + 2 * (counts[stream] - 2 * LANES)
         for row in range(rows):
-            entry = entries.ctypes.data + 4 * SCALE * choice[stream, row]
-            target = symbols.ctypes.data + (stream * rows + row) * columns
-            place = _decode_row(target, columns, states, entry, place, end)
-        good[stream] = place == end and (state == _LOWEST_STATE).all()
+            for i in range(streams):
+                entry[i] = entries.ctypes.data + 4 * SCALE * np.int64(choice[start + i, row])
+                target[i] = symbols.ctypes.data + ((start + i) * rows + row) * columns
+            a, b, c, d = target.ctypes.data, entry.ctypes.data, place.ctypes.data, end.ctypes.data
+            if streams == _SIDE_BY_SIDE:
+                _decode_rows(a, b, c, d, state.ctypes.data, columns, _SIDE_BY_SIDE)
+                continue
+            for i in range(streams):
+                states = state.ctypes.data + 4 * LANES * i
+                _decode_rows(a + 8 * i, b + 8 * i, c + 8 * i, d + 8 * i, states, columns, 1)
+        for i in range(streams):
+            good[start + i] = place[i] == end[i] and (state[i * LANES : (i + 1) * LANES] == _LOWEST_STATE).all()

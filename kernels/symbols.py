@@ -1,5 +1,6 @@
 """Uniform quantisation of paged KV into byte symbols for an entropy coder, and back. One row of symbols a channel.
 
+    channel_moments(tiles, blocks, sums=..., squares=...)               sums and sums of squares over the tokens
     to_symbols(tiles, blocks, means=..., steps=..., symbols=out)        rows <- tiles
     from_symbols(tiles, blocks, means=..., steps=..., symbols=source)   tiles <- rows
 
@@ -9,7 +10,7 @@ With x a value of token t, mu the mean of its channel and s the step of its toke
 
 tiles    `Tiles` of 16-bit values
 blocks   (n,) int64, the blocks of one chunk, none skipped
-means    (L, H, D) float32
+means    (L, H, D) float32; sums, squares the same (accumulated in float32, in the order of the implementation)
 steps    (L, n * N) float32, positive
 symbols  (L, H * D, n * N) uint8, contiguous: the tokens of one channel of one head side by side
 dtype    of the tiles: "bfloat16" or "float16"
@@ -21,7 +22,7 @@ from kernels.dispatch import dispatch
 from kernels.floats import decode16, encode16
 from kernels.tiles import Tiles
 
-__all__ = ["from_symbols", "to_symbols"]
+__all__ = ["channel_moments", "from_symbols", "to_symbols"]
 
 
 def _check(
@@ -45,6 +46,26 @@ def _check(
         raise ValueError(f"symbols are {symbols.shape}; they must be contiguous {(layers, channels, tokens)}")
     if dtype not in ("bfloat16", "float16"):
         raise ValueError(f"dtype {dtype!r} is not bfloat16 or float16")
+
+
+def _check_moments(
+    tiles: Tiles, blocks: np.ndarray, *, sums: np.ndarray, squares: np.ndarray, dtype: str = "bfloat16"
+) -> None:
+    tiles.check_blocks(blocks[None])
+    shape = (tiles.num_layers, tiles.num_heads, tiles.head_size)
+    for name, array in (("sums", sums), ("squares", squares)):
+        if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
+            raise ValueError(f"{name} are {array.dtype} {array.shape}; they must be contiguous float32 {shape}")
+
+
+def _channel_moments_reference(
+    tiles: Tiles, blocks: np.ndarray, *, sums: np.ndarray, squares: np.ndarray, dtype: str = "bfloat16"
+) -> None:
+    for layer, page in enumerate(tiles.pages):
+        values = decode16(page[blocks], dtype)
+        with np.errstate(all="ignore"):
+            sums[layer] = values.sum((0, 2))
+            squares[layer] = np.square(values).sum((0, 2))
 
 
 def _to_symbols_reference(
@@ -79,5 +100,8 @@ def _from_symbols_reference(
         page[blocks] = encode16(by_block, dtype)
 
 
+channel_moments = dispatch(
+    _channel_moments_reference, check=_check_moments, numba="kernels.symbols_numba:channel_moments"
+)
 to_symbols = dispatch(_to_symbols_reference, check=_check, numba="kernels.symbols_numba:to_symbols")
 from_symbols = dispatch(_from_symbols_reference, check=_check, numba="kernels.symbols_numba:from_symbols")

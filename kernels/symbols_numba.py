@@ -11,10 +11,20 @@ from kernels.lanes_numba import Lanes, each_vector, step
 from kernels.threads import run_units
 from kernels.tiles import Tiles
 
-__all__ = ["from_symbols", "to_symbols"]
+__all__ = ["channel_moments", "from_symbols", "to_symbols"]
 
 f32 = np.float32
 _F32, _I8, _I16, _I32 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
+
+
+def channel_moments(
+    tiles: Tiles, blocks: np.ndarray, *, sums: np.ndarray, squares: np.ndarray, dtype: str = "bfloat16"
+) -> None:
+    kernel = _moments_kernel(int(dtype == "float16"), tiles.token_major)
+    shape = (tiles.num_heads, tiles.head_size, tiles.block_size)
+    units = tiles.num_layers * tiles.num_heads
+    nbytes = 2 * sums.size * blocks.size * tiles.block_size
+    run_units(kernel, units, nbytes, (tiles.addresses, tiles.strides), blocks, shape, sums, squares)
 
 
 def to_symbols(
@@ -86,6 +96,23 @@ def _from_row(typing_context, source, target, count, mean, scale, float16):
     return types.void(types.int64, types.int64, types.int64, mean, scale, float16), codegen
 
 
+@intrinsic(prefer_literal=True)
+def _add_row(typing_context, source, sums, squares, count, float16):
+    """Add `count` values and their squares to float32 sums, one a value, at two addresses."""
+
+    def codegen(context, builder, signature, args):
+        def body(emit, index):
+            value = emit.value_of(emit.load(step(builder, args[0], index, 2), _I16), float16.literal_value)
+            for address, term in ((args[1], value), (args[2], builder.fmul(value, value))):
+                place = step(builder, address, index, 4)
+                emit.store(builder.fadd(emit.load(place, _F32), term), place)
+
+        each_vector(context, builder, args[3], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64, float16), codegen
+
+
 def _parameters(builder, emit: Lanes, args, index):
     return [emit.parameter(a if a.type == _F32 else step(builder, a, index, 4)) for a in args]
 
@@ -96,6 +123,37 @@ def _between(builder, emit: Lanes, value, limit: float):
         bound = emit.constant(_F32, end)
         value = builder.select(builder.fcmp_ordered(name, value, bound), value, bound)
     return value
+
+
+@functools.cache
+def _moments_kernel(float16: int, token_major: bool):
+    @njit(nogil=True, cache=True, error_model="numpy")
+    def kernel(first, last, pointers, blocks, shape, sums, squares):
+        addresses, strides = pointers
+        heads, size, tokens = shape
+        line, line_squares = np.empty(size if token_major else tokens, f32), np.empty(size if token_major else tokens, f32)
+        one, other = line.ctypes.data, line_squares.ctypes.data
+        for unit in range(first, last):
+            layer, h = unit // heads, unit % heads
+            head = addresses[layer] + h * strides[1]
+            if token_major:
+                line[:], line_squares[:] = f32(0), f32(0)
+                for i in range(blocks.size):
+                    for t in range(tokens):
+                        _add_row(head + blocks[i] * strides[0] + t * strides[2], one, other, size, float16)
+                sums[layer, h, :], squares[layer, h, :] = line, line_squares
+                continue
+            for d in range(size):
+                line[:], line_squares[:] = f32(0), f32(0)
+                for i in range(blocks.size):
+                    _add_row(head + blocks[i] * strides[0] + d * strides[2], one, other, tokens, float16)
+                total, total_squares = f32(0), f32(0)
+                for t in range(tokens):
+                    total += line[t]
+                    total_squares += line_squares[t]
+                sums[layer, h, d], squares[layer, h, d] = total, total_squares
+
+    return kernel
 
 
 @functools.cache

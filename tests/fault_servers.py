@@ -119,7 +119,8 @@ class RespServer:
 
     Faults: "" none; "blackhole", "slow" (answers after 2 s), "drip" (1 KB/s), "cut" (closes in the middle of a reply),
     "close" (closes at once), "integer", "http", "huge" (announces more than a value may have), "unended" (a bulk
-    without its end), "gone" (STRLEN says yes, GET says no), or the first word of an error reply.
+    without its end), "gone" (STRLEN says yes, GET says no), "overtaken" (STRLEN says no, SET finds a value),
+    or the first word of an error reply.
     """
 
     def __init__(self):
@@ -207,7 +208,7 @@ class RespServer:
             return b"$99999999999\r\n"
         match words[0]:
             case b"STRLEN":
-                return b":%d\r\n" % len(value or b"")
+                return b":%d\r\n" % (len(value or b"") if fault != "overtaken" else 0)
             case b"GET":
                 if value is None or fault == "gone":
                     return b"$-1\r\n"

@@ -43,11 +43,10 @@ def synthetic_run(*, groups: int = 5, documents: int = 2, questions: int = 2, me
     for number, prompt in enumerate(prompts):
         turn = number % len(arms)
         rows += [world.answer(arm, *prompt) for arm in (*arms[turn:], *arms[:turn])]
-    requests = pl.DataFrame([row | {"order": order} for order, row in enumerate(rows)], schema=_SCHEMA)
-    columns = {"arm": [arm for arm, _, _ in world.events], "phase": [phase for _, phase, _ in world.events]}
-    events = events_frame([event for _, _, event in world.events]).with_columns(
-        pl.Series(name, values, dtype=pl.String) for name, values in columns.items()
-    )
+    schema = {**_SCHEMA, "engine_request": pl.String}
+    requests = pl.DataFrame([row | {"order": order} for order, row in enumerate(rows)], schema=schema)
+    arm_of_event = pl.Series("arm", [arm for arm, _ in world.events], dtype=pl.String)
+    events = events_frame([event for _, event in world.events]).with_columns(arm_of_event)
     return SyntheticRun(_with_differences(requests), events, _environment(arms))
 
 
@@ -56,14 +55,14 @@ class _World:
 
     def __init__(self, rng: random.Random, memory_chunks: int):
         self.rng, self.memory_chunks = rng, memory_chunks
-        self.events: list[tuple[str, str, Event]] = []
+        self.events: list[tuple[str, Event]] = []
         self.held: dict[str, dict[str, None]] = {arm: {} for arm in ARMS}
         self.now = 1_800_000_000.0
 
     def answer(self, arm: str, group: int, document: int, question: int) -> dict[str, Any]:
         phase, name = "again" if question else "first", f"g{group}-d{document}-q{question}"
         prompt = SYSTEM_TOKENS + DOCUMENT_TOKENS + 40 + 3 * (group + question)
-        hits = self._reuse(arm, phase, name, prompt, _keys(group, document, question, prompt))
+        hits = self._reuse(arm, f"0:{name}", prompt, _keys(group, document, question, prompt))
         cached = hits * CHUNK_TOKENS
         load_s = hits * LOAD_SECONDS_PER_CHUNK[arm] * self.rng.uniform(0.9, 1.3)
         prefill_s = (prompt - cached) * SECONDS_PER_TOKEN * self.rng.lognormvariate(0, 0.06)
@@ -73,7 +72,7 @@ class _World:
         tokens = _answer(arm, group, document, question)
         shared = SYSTEM_TOKENS + DOCUMENT_TOKENS if question else SYSTEM_TOKENS if document else 0
         return {
-            "run_id": "synthetic", "arm": arm, "arm_label": ARMS[arm], "repeat": 0, "request_id": name, "group": group,
+            "run_id": "synthetic", "arm": arm, "arm_label": ARMS[arm], "repeat": 0, "request_id": name, "engine_request": f"0:{name}", "group": group,
             "document": str(document), "question": f"What does part {question} of the document say?", "phase": phase,
             "kind": "cold" if not cached else "document" if cached > SYSTEM_TOKENS else "system",
             "prompt_tokens": prompt, "output_tokens": len(tokens), "cached_tokens": cached,
@@ -84,33 +83,33 @@ class _World:
             "e2e_s": ttft_s + 0.4, "token_ids": tokens, "text": " ".join(WORDS[token] for token in tokens), "error": "",
         }  # fmt: skip
 
-    def _reuse(self, arm: str, phase: str, name: str, prompt: int, keys: list[str]) -> int:
+    def _reuse(self, arm: str, name: str, prompt: int, keys: list[str]) -> int:
         """Hit chunks; what is missing is stored, and evicts from a full memory tier what came first."""
         held = self.held[arm]
         hits = next((number for number, key in enumerate(keys) if key not in held), len(keys)) if arm != "none" else 0
         if arm in ("none", "prefix_cache"):
             held.update(dict.fromkeys(keys))
             return hits
-        self._say(arm, phase, "lookup", name, tokens=prompt)
-        self._say(arm, phase, "reuse", name, tokens=hits * CHUNK_TOKENS)
+        self._say(arm, "lookup", name, tokens=prompt)
+        self._say(arm, "reuse", name, tokens=hits * CHUNK_TOKENS)
         for number, key in enumerate(keys):
             found = {"kind": "hit", "tier": arm} if number < hits else {"kind": "miss", "reason": "never stored"}
-            self._say(arm, phase, request=name, key=key, **found)
+            self._say(arm, request=name, key=key, **found)
         for key in keys[:hits]:
-            self._say(arm, phase, "load", name, key, tier=arm, nbytes=CHUNK_BYTES)
+            self._say(arm, "load", name, key, tier=arm, nbytes=CHUNK_BYTES)
         for key in keys[hits:]:
             if arm == "memory" and len(held) >= self.memory_chunks:
                 victim = next(iter(held))
                 del held[victim]
-                self._say(arm, phase, "evict", "", victim, tier=arm, nbytes=CHUNK_BYTES, reason="capacity")
+                self._say(arm, "evict", "", victim, tier=arm, nbytes=CHUNK_BYTES, reason="capacity")
             held[key] = None
-            self._say(arm, phase, "store", name, key, tier=arm, nbytes=CHUNK_BYTES)
+            self._say(arm, "store", name, key, tier=arm, nbytes=CHUNK_BYTES)
         return hits
 
-    def _say(self, arm: str, phase: str, kind: str, request: str, key: str = "", *, tokens: int = CHUNK_TOKENS,
+    def _say(self, arm: str, kind: str, request: str, key: str = "", *, tokens: int = CHUNK_TOKENS,
              tier: str = "", nbytes: int = 0, reason: str = "") -> None:  # fmt: skip
         self.now += 1e-4
-        self.events.append((arm, phase, Event(self.now, kind, tier, request, key, 0, tokens, nbytes, 1e-3, reason)))
+        self.events.append((arm, Event(self.now, kind, tier, request, key, 0, tokens, nbytes, 1e-3, reason)))
 
 
 def _keys(group: int, document: int, question: int, prompt: int) -> list[str]:

@@ -27,7 +27,8 @@ ROOMS = [
 ROOM_OF = {
     "errors": "errors", "layout": "layout", "chunks": "chunks", "events": "events", "policies": "policies",
     "codecs": "codecs", "files": "layout", "record": "chunks", "tiers": "tiers", "index": "tiers", "orders": "orders",
-    "control": "engine", "transfers": "engine", "turns": "errors", "explain": "engine", "engine": "engine", "config": "errors",
+    "control": "engine", "transfers": "engine",
+    "turns": "errors", "explain": "engine", "engine": "engine", "config": "errors",
     "connectors": "connectors", "widgets": "widgets",
 }  # fmt: skip
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "managers", "factory", "manager", "backend", "handler", "helper"}

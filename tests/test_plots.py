@@ -251,19 +251,27 @@ def test_hit_tokens_stand_beside_their_bound(run):
 
 
 def event(kind: str, time: float = 0.0, **fields) -> Event:
-    rest = {"tier": "", "request": "r", "key": "", "start": 0, "tokens": 0, "nbytes": 0, "seconds": 0.0, "reason": ""}
+    rest = {
+        "tier": "",
+        "request": "0:g0-d0-q1",
+        "key": "",
+        "start": 0,
+        "tokens": 0,
+        "nbytes": 0,
+        "seconds": 0.0,
+        "reason": "",
+    }
     return Event(**{"time": time, "kind": kind, **rest, **fields})
 
 
-def frame(events: list[Event], arm: str = "memory", **columns) -> pl.DataFrame:
-    return events_frame(events).with_columns(arm=pl.lit(arm), **{name: pl.lit(v) for name, v in columns.items()})
+def frame(events: list[Event], arm: str = "memory") -> pl.DataFrame:
+    return events_frame(events).with_columns(arm=pl.lit(arm))
 
 
 def test_the_three_hit_rates_by_hand(run):
     events = frame(
         [event("lookup", tokens=600), event("reuse", tokens=256), event("hit", tier="memory"), event("miss"),
          event("lookup", tokens=400), event("reuse", tokens=0), event("miss"), event("miss")],
-        phase="again",
     )  # fmt: skip
     rates = {row["measure"]: row for row in rows_of(hit_rates(run.requests, events), arm="memory", phase="again")}
     assert {name: (row["part"], row["whole"]) for name, row in rates.items()} == {
@@ -283,11 +291,14 @@ def test_without_events_the_server_counts_tokens_and_requests_and_no_chunks(run)
     assert {row["source"] for row in rates.values()} == {"server counters"}
 
 
-def test_events_without_a_phase_are_a_warm_up_and_without_the_column_they_are_the_whole_run(run):
+def test_events_of_a_warm_up_do_not_count_and_without_names_the_phase_is_the_whole_run(run):
     lookups = [event("lookup", tokens=100), event("reuse", tokens=50)]
-    warm_up = frame(lookups, phase="")
+    warm_up = frame([e._replace(request="0:0") for e in lookups])
     assert rows_of(hit_rates(run.requests, warm_up), source="events") == []
-    whole = rows_of(hit_rates(run.requests, frame(lookups)), source="events", measure="tokens")
+    other_arm = frame(lookups, arm="another")
+    assert rows_of(hit_rates(run.requests, other_arm), source="events") == []
+    nameless = run.requests.drop("engine_request")
+    whole = rows_of(hit_rates(nameless, frame(lookups)), source="events", measure="tokens")
     assert [(row["phase"], row["hit_rate"]) for row in whole] == [("all", 0.5)]
 
 

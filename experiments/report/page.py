@@ -40,10 +40,10 @@ th { color: var(--quiet); font-weight: 600; vertical-align: bottom; white-space:
 th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
 tbody tr { border-top: 1px solid var(--line); }
 tbody tr.new-phase { border-top: 3px double var(--line); }
-figure { margin: 0 0 20px; background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+figure { overflow-x: auto; margin: 0 0 20px; background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 8px 12px 14px; }
 figcaption { font-size: 14px; color: var(--quiet); padding: 4px 8px 0; max-width: 84ch; }
-.plot { width: 100%; }
+.plot { width: 100%; min-width: 760px; }
 ul.notes { padding-left: 20px; max-width: 82ch; } ul.notes li { margin-bottom: 8px; }
 details { background: var(--card); border: 1px solid var(--line); border-radius: 10px; margin-bottom: 8px; }
 summary { cursor: pointer; padding: 8px 14px; font-size: 14px; }
@@ -55,7 +55,7 @@ summary .same { color: var(--ok); } summary .differ { font-weight: 600; }
   padding-left: 10px; }
 mark { background: var(--mark); color: inherit; border-radius: 3px; box-shadow: 0 0 0 2px var(--mark);
   text-decoration: underline; text-decoration-thickness: 1px; text-underline-offset: 3px; }
-table.settings td { white-space: normal; overflow-wrap: anywhere; text-align: left; vertical-align: top; }
+table.settings td { white-space: pre-line; overflow-wrap: anywhere; text-align: left; vertical-align: top; }
 table.settings th { text-align: left; width: 220px; vertical-align: top; }
 code { font-size: 13px; }
 @media print { details { break-inside: avoid; } figure { break-inside: avoid; } nav { display: none; } }

@@ -125,11 +125,18 @@ def answers_note(prompts: int, differing: int, shown: int) -> str:
     """What stands above the answers."""
     if not prompts:
         return "No request was answered."
+    if not differing:
+        note = f"Each of the {prompts} prompts has the same answer, token by token, in every arm."
+        return note + _left_note(prompts, shown)
     note = (
         f"{differing} of {prompts} prompts have more than one answer; those are open below. Marked words are not in "
         "the first answer, which is that of vLLM's prefix cache if there is one."
     )
-    return note + (f" {prompts - shown} more prompts are in requests.parquet." if prompts > shown else "")
+    return note + _left_note(prompts, shown)
+
+
+def _left_note(prompts: int, shown: int) -> str:
+    return f" {prompts - shown} more prompts are in requests.parquet." if prompts > shown else ""
 
 
 def environment_tables(environment: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
@@ -163,7 +170,8 @@ def _rows(settings: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 def _value_text(value: Any) -> str:
     if isinstance(value, list):
-        return "; ".join(map(_value_text, value)) or "none"
+        joint = "\n" if any(isinstance(inner, dict) for inner in value) else "; "
+        return joint.join(map(_value_text, value)) or "none"
     if isinstance(value, dict):
         return ", ".join(f"{key} {_value_text(inner)}" for key, inner in value.items())
     if isinstance(value, bool):

@@ -17,7 +17,8 @@ put back where evict() took it from; default on_insert), `is_ghost(c)` (true whi
 chunk c; without it a chunk's fields are zero when it is inserted), `on_evict(c)` (score form: c is about to go), and
 `admit(c, victim)` (replay only: false keeps the missing chunk c out and the victim in). A `table` holds what is not per
 chunk, such as a sketch: fields like those of chunks, indexed from 0 to self.table_entries - 1, a power of two that is
-at least `table_size` for each chunk of capacity and at least `table_min`.
+at least `table_size` for each chunk of capacity and at least `table_min`. `compile = False` keeps a class plain Python,
+to step through it in a debugger.
 """
 
 import math

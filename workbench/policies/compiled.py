@@ -105,6 +105,8 @@ _built: dict[Any, Built] = {}
 def _build(policy: Any, object_semantics: bool, loops: Path | None, entry_points: Any) -> Built:
     policy = policy() if isinstance(policy, type) else policy
     cls, form = type(policy), form_of(policy)
+    if not getattr(cls, "compile", True):
+        return write_module(form, None, object_semantics=object_semantics, loops=loops)
     constants = {n: v for n, v in vars(cls).items() if isinstance(v, int | float) and n not in form.scalars}
     try:
         parts = rewrite(form, constants)

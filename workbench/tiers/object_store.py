@@ -32,7 +32,7 @@ from workbench.tiers.sealed import Seal
 
 __all__ = ["ObjectStoreTier"]
 
-_PIECE = 1 << 20  # a download is watched in steps of this size
+_PIECE = 256 << 10  # a download is watched in steps of this size
 _TRANSFERS_AT_ONCE = 8
 _QUESTIONS_AT_ONCE = 64  # HEAD and DELETE
 # What obstore's error texts hold -> our name for it; anything else is a connection that broke.
@@ -258,14 +258,14 @@ async def _scatter(stream, views: list[memoryview], pace: Pace) -> None:
     """Copy a stream into buffers one after the other; it must fill them and end."""
     views = [view.cast("B") for view in views if view.nbytes]
     while True:
-        piece = await _within(pace.left(), _next(stream))
+        piece = await _within(pace.left(unheard_bytes=_PIECE), _next(stream))
         if piece is None:
             break
         pace.moved(len(piece))
         left = memoryview(piece)
         while len(left):
             if not views:
-                raise _wrong_range()
+                raise RemoteError("not the range asked for", outage=True)
             n = min(len(left), len(views[0]))
             views[0][:n] = left[:n]
             left, views = left[n:], [views[0][n:], *views[1:]] if n < len(views[0]) else views[1:]
@@ -292,10 +292,6 @@ def _fault(error: Exception) -> RemoteError:
     if isinstance(error, OSError):
         return RemoteError(type(error).__name__, outage=False)
     return RemoteError(next((name for sign, name in _SIGNS.items() if sign in text), "disconnected"), outage=True)
-
-
-def _wrong_range() -> RemoteError:
-    return RemoteError("not the range asked for", outage=True)
 
 
 def _path(key: bytes) -> str:

@@ -1,0 +1,78 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Does reused KV make real vLLM answer sooner?
+#
+# A prompt's KV cache is the same whenever the prompt begins in the same way. Here real vLLM answers questions about
+# documents twice: once computing everything, once loading what an earlier question left behind. Everything below is
+# **measured** on this machine, one request at a time.
+
+# %%
+import os
+
+import polars as pl
+
+from experiments import EngineProcess, compare, long_document, resolve_model, summary_table
+
+quick = os.environ.get("KVWORKBENCH_SIZE", "quick") == "quick"  # "full" for longer documents
+model = resolve_model(os.environ.get("KVWORKBENCH_MODEL", "smollm2"))
+print(f"{model.name}, {model.licence}, {model.bytes_per_token / 1024:.1f} KiB of KV a token")
+
+# %% [markdown]
+# ## The question, as requests
+# Real text, a shared system prompt, two questions on each document. The workload itself says how many tokens could be
+# reused at most.
+
+# %%
+from transformers import AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(str(model.path))
+workload = long_document(tokenizer, groups=5, documents_per_group=1, document_tokens=800 if quick else 3000,
+                         questions=2, max_tokens=8)  # fmt: skip
+print(workload.description)
+print("reusable at most:", workload.upper_bound_hit_tokens(256).sum(), "of", sum(len(r.token_ids) for r in workload.requests))
+
+# %% [markdown]
+# ## Run it, without and with reuse
+
+# %%
+arms = ["none", "prefix_cache", "memory"]
+run = compare(model, workload, arms=arms, name="quickstart")
+
+# %%
+table = summary_table(run.requests, run.events)
+with pl.Config(tbl_cols=-1, tbl_rows=-1, tbl_width_chars=160, fmt_str_lengths=40):
+    print(table)
+
+# %%
+from experiments.plots.ttft import plot_ttft
+
+plot_ttft(run.requests)
+
+# %% [markdown]
+# ## One engine, by hand
+# Any settings of the cache are keywords here; the same ones go into vLLM's `kv_connector_extra_config`.
+
+# %%
+prompt = workload.requests[0].token_ids
+with EngineProcess(str(model.path), cache={"memory_bytes": "512MiB", "chunk_tokens": 256}, vllm={"max_model_len": 8192,
+                   "kv_cache_memory_bytes": 8192 * model.bytes_per_token}) as engine:  # fmt: skip
+    for turn in ("cold", "warm"):
+        answer = engine.generate(prompt, max_tokens=12)
+        print(f"{turn}: first token after {answer['ttft_s'] * 1e3:7.1f} ms, {answer['cached_tokens']:5d} tokens reused")
+
+# %% [markdown]
+# ## What would change my mind
+# - **Short prompts**: below one chunk nothing is reused; try `document_tokens=100`.
+# - **vLLM's own prefix cache is enough** as long as everything fits in its memory and it is never restarted: compare the
+#   arms `prefix_cache` and `memory` above.
+# - **A small model on a fast machine**: loading costs bytes over bandwidth, prefill costs compute; reuse pays where the
+#   first is smaller.

@@ -1,0 +1,111 @@
+"""Entropy-coded uniform quantisation: no calibration, and the fewest bits at a given quality.
+
+    mean of each channel off -> one step for the whole layer -> rounded -> rANS, one table a channel
+
+At high rate a uniform quantiser with an ideal entropy coder stays within 0.25 bit of the rate-distortion bound of any
+source (Gish and Pierce, 1968), and one step for all channels is what minimises the mean squared error. Loud channels
+spend more bits, quiet ones nearly none; an outlier costs its own bits and widens nobody's scale.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kernels.floats import decode16, encode16
+from kernels.symbols import channel_moments, from_symbols, to_symbols
+from kernels.tiles import Tiles
+from workbench.codecs.base import CorruptDataError, KeysAndValues, KVCodec, UnrepresentableError
+from workbench.codecs.payload import PayloadReader, PayloadWriter, sections_nbytes
+from workbench.codecs.symbol_coding import coded_nbytes, read_symbols, write_symbols
+from workbench.errors import InvalidInputError
+
+__all__ = ["ECSQ"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ECSQ(KVCodec):
+    """The quality knob is the step: halving it costs one bit a value and quarters the error.
+
+    Args:
+        step: Step of the keys over the RMS of the layer's keys without their means.
+        value_step: The same of the values; None for `step`.
+    """
+
+    sink_tokens: int = 4
+    step: float = 0.4
+    value_step: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name, step in (("step", self.step), ("value_step", self.value_step)):
+            if step is not None and not 2**-6 <= step <= 16:
+                raise InvalidInputError(f"{name} is {step}; it must be from 1/64 to 16")
+
+    @property
+    def tolerance(self) -> float:
+        # Half a step; the residual's RMS is at most twice the largest |x|. Never above 127 steps, so none is clipped.
+        return max(self.step, self.value_step or 0, 1 / 127) * (1 + 2**-6) + 2**-8
+
+    def _parts(self, kv: KeysAndValues):
+        yield Tiles(kv.keys), self.step
+        yield Tiles(kv.values), self.value_step or self.step
+
+    def _write(self, kv: KeysAndValues, writer: PayloadWriter) -> None:
+        blocks, dtype = np.arange(kv.num_blocks), kv.layout.dtype
+        for tiles, relative_step in self._parts(kv):
+            means, rms = self._means_and_rms(tiles, blocks, dtype)
+            symbols = np.empty(_symbols_shape(tiles, kv), np.uint8)
+            steps = np.maximum(rms * np.float32(relative_step), np.float32(2.0**-100))
+            numbers = {"means": decode16(means, dtype), "symbols": symbols, "dtype": dtype}
+            to_symbols(tiles, blocks, steps=_each_token(steps, kv), **numbers)
+            clipped = ((symbols == 1) | (symbols == 255)).any((1, 2))
+            if clipped.any():
+                steps[clipped] = np.maximum(steps, _widest(kv, tiles, numbers["means"]) / np.float32(126))[clipped]
+                to_symbols(tiles, blocks, steps=_each_token(steps, kv), **numbers)
+            writer.append(steps)
+            writer.append(means)
+            write_symbols(symbols, writer)
+
+    def _read(self, kv: KeysAndValues, reader: PayloadReader) -> None:
+        blocks, dtype = np.arange(kv.num_blocks), kv.layout.dtype
+        for tiles, _ in self._parts(kv):
+            steps = reader.section((tiles.num_layers,), np.float32)
+            means = reader.section((tiles.num_layers, tiles.num_heads, tiles.head_size), np.uint16)
+            if not np.isfinite(steps).all():
+                raise CorruptDataError("a step is not a finite number")
+            symbols = np.empty(_symbols_shape(tiles, kv), np.uint8)
+            read_symbols(symbols, reader)
+            numbers = {"means": decode16(means, dtype), "steps": _each_token(steps, kv), "symbols": symbols}
+            from_symbols(tiles, blocks, dtype=dtype, **numbers)
+
+    def _nbytes(self, kv: KeysAndValues) -> int:
+        layers, _, heads, _, size = kv.keys.shape
+        part = sections_nbytes(((layers,), 4), ((layers, heads, size), 2))
+        return 2 * (part + coded_nbytes(_symbols_shape(Tiles(kv.keys), kv)))
+
+    def _means_and_rms(self, tiles: Tiles, blocks: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+        """Bits of the mean of each channel, and the RMS of each layer without them, float32."""
+        shape = (tiles.num_layers, tiles.num_heads, tiles.head_size)
+        sums, squares = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        channel_moments(tiles, blocks, sums=sums, squares=squares, dtype=dtype)
+        if not (np.isfinite(sums).all() and np.isfinite(squares).all()):
+            raise UnrepresentableError(f"the chunk holds NaN or infinity; {self!r} keeps finite numbers only")
+        count = blocks.size * tiles.block_size
+        means = encode16(sums / np.float32(count), dtype)
+        exact = decode16(means, dtype)
+        power = squares / np.float32(count) - exact * (2 * sums / np.float32(count) - exact)
+        return means, np.sqrt(np.maximum(power, 0).mean((1, 2))).astype(np.float32)
+
+
+def _symbols_shape(tiles: Tiles, kv: KeysAndValues) -> tuple[int, int, int]:
+    return tiles.num_layers, tiles.num_heads * tiles.head_size, kv.num_tokens
+
+
+def _each_token(steps: np.ndarray, kv: KeysAndValues) -> np.ndarray:
+    return np.repeat(steps[:, None], kv.num_tokens, axis=1)
+
+
+def _widest(kv: KeysAndValues, tiles: Tiles, means: np.ndarray) -> np.ndarray:
+    """Largest distance of a value from its channel's mean, for each layer."""
+    values = decode16(np.ascontiguousarray(tiles.pages), kv.layout.dtype)
+    return np.abs(values - means[:, None, :, None, :]).max((1, 2, 3, 4))

@@ -1,0 +1,76 @@
+"""What the entropy-coded codecs share: a fixed set of tables, one chosen a row, and rANS streams in a payload.
+
+The tables are generalised Gaussians of many widths and three shapes, computed here in integers that every machine
+agrees on, so that no table is stored: one byte a row names the cheapest.
+"""
+
+import functools
+import math
+
+import numpy as np
+
+from kernels.entropy import SCALE, capacity_words, choose_tables, decode, encode, normalize, table_costs
+from workbench.codecs.base import CorruptDataError
+from workbench.codecs.payload import PayloadReader, PayloadWriter, sections_nbytes
+
+__all__ = ["coded_nbytes", "read_symbols", "write_symbols"]
+
+_WIDTHS = tuple(2.0 ** (k / 4) for k in range(-12, 26))  # standard deviations, in steps
+_SHAPES = (2.0, 1.4, 1.0)  # exponents: a Gaussian, one between, and a Laplacian
+
+
+@functools.cache
+def _tables() -> tuple[np.ndarray, np.ndarray]:
+    """(frequencies, costs) of every (shape, width), and a uniform table, which bounds the cost of any row."""
+    counts = [_generalized_gaussian(width, shape) for shape in _SHAPES for width in _WIDTHS]
+    frequencies = normalize(np.stack([*counts, np.ones(256)]))
+    return frequencies, table_costs(frequencies)
+
+
+def _generalized_gaussian(width: float, shape: float) -> np.ndarray:
+    """Weights of symbols 0 to 255 around 128, in whole 2^-30: tails that round to nothing are left out."""
+    scale = width * math.sqrt(math.gamma(1 / shape) / math.gamma(3 / shape))
+    points = [(symbol - 128 + (i + 0.5) / 16 - 0.5) / scale for symbol in range(256) for i in range(16)]
+    density = np.array([math.exp(-(abs(p) ** shape)) for p in points]).reshape(256, 16).sum(1)
+    share = np.rint(density / density.sum() * 2**30)
+    # A symbol rarer than half a slot would still take one: better another table for the row that holds it.
+    return np.where(share >= 2**30 / (2 * SCALE), share, 0)
+
+
+def coded_nbytes(shape: tuple[int, int, int]) -> int:
+    """Bytes of symbols (streams, rows, columns) at most: twelve bits a symbol, and the states."""
+    streams, rows, columns = shape
+    words = streams * capacity_words(rows * columns * 12 // 16)
+    return sections_nbytes(((streams, rows), 1), ((streams,), 4), ((words,), 2))
+
+
+def write_symbols(symbols: np.ndarray, writer: PayloadWriter) -> None:
+    """Append (streams, rows, columns) uint8 symbols: the table of each row, the words of each stream, the words."""
+    frequencies, costs = _tables()
+    choice = choose_tables(symbols, costs)
+    words = np.empty((len(symbols), capacity_words(symbols[0].size)), np.uint16)
+    counts = encode(symbols, choice, frequencies=frequencies, words=words)
+    writer.append(choice)
+    writer.append(counts.astype(np.uint32))
+    section, end = writer.section((int(counts.sum()),), np.uint16), 0
+    for stream, count in zip(words, counts, strict=True):
+        section[end : end + count] = stream[:count]
+        end += count
+
+
+def read_symbols(symbols: np.ndarray, reader: PayloadReader) -> None:
+    """Fill (streams, rows, columns) uint8 symbols; CorruptDataError if they are not what was written."""
+    frequencies, _ = _tables()
+    choice = reader.section(symbols.shape[:2], np.uint8)
+    counts = reader.section((len(symbols),), np.uint32).astype(np.int64)
+    if (counts > capacity_words(symbols[0].size)).any():
+        raise CorruptDataError(f"a stream of {counts.max()} words for {symbols[0].size} symbols")
+    section, end = reader.section((int(counts.sum()),), np.uint16), 0
+    words = np.zeros((len(symbols), int(counts.max())), np.uint16)
+    for stream, count in zip(words, counts, strict=True):
+        stream[:count] = section[end : end + count]
+        end += count
+    try:
+        decode(symbols, choice, frequencies=frequencies, words=words, counts=counts)
+    except ValueError as error:
+        raise CorruptDataError(str(error)) from error
