@@ -1,11 +1,12 @@
 """An entropy coder for small alphabets: rANS with static tables, 32 interleaved lanes, on byte symbols.
 
+    count_symbols(symbols, choice, counts=out)                        counts[choice[s, r], symbol] += 1
     choose_tables(symbols, costs) -> choice                           the cheapest table for each row
     encode(symbols, choice, frequencies=..., words=out) -> counts     words[s, :counts[s]] = stream s
     decode(symbols, choice, frequencies=..., words=..., counts=...)   symbols <- words
 
 symbols      (streams, rows, columns) uint8
-choice       (streams, rows) uint8: the table of each row
+choice       (streams, rows) unsigned: the table of each row
 frequencies  (tables, 256) uint16; each row sums to 4096; a symbol that occurs has a frequency from 1 to 4095
 costs        (tables, 256) float32, bits of each symbol: `table_costs`
 words        (streams, capacity) uint16; `capacity_words` of a stream's symbols always suffices
@@ -30,7 +31,17 @@ import numpy as np
 
 from kernels.dispatch import dispatch
 
-__all__ = ["LANES", "SCALE", "capacity_words", "choose_tables", "decode", "encode", "normalize", "table_costs"]
+__all__ = [
+    "LANES",
+    "SCALE",
+    "capacity_words",
+    "choose_tables",
+    "count_symbols",
+    "decode",
+    "encode",
+    "normalize",
+    "table_costs",
+]
 
 LANES = 32
 SCALE_BITS = 12
@@ -68,6 +79,18 @@ def table_costs(frequencies: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore"):
         bits = SCALE_BITS - np.log2(frequencies.astype(np.float64))
     return np.where(frequencies > 0, bits, 1e6).astype(np.float32)
+
+
+def _check_counts(symbols: np.ndarray, choice: np.ndarray, *, counts: np.ndarray) -> None:
+    if choice.shape != symbols.shape[:2] or not symbols.flags.c_contiguous:
+        raise ValueError(f"choice {choice.shape} and contiguous symbols {symbols.shape} must agree")
+    if counts.ndim != 2 or counts.shape[1] != 256 or (choice.size and choice.max() >= len(counts)):
+        raise ValueError(f"counts are {counts.shape}; they must be (tables, 256) for every table in choice")
+
+
+def _count_symbols_reference(symbols: np.ndarray, choice: np.ndarray, *, counts: np.ndarray) -> None:
+    for table in np.unique(choice):
+        counts[table] += np.bincount(symbols[choice == table].reshape(-1), minlength=256)
 
 
 def _check_choice(symbols: np.ndarray, costs: np.ndarray) -> None:
@@ -158,8 +181,7 @@ def _decode_reference(
             raise ValueError(f"stream {stream} does not end as it began: it is not what was encoded")
 
 
-choose_tables = dispatch(
-    _choose_tables_reference, check=_check_choice, numba="kernels.entropy_numba:choose_tables"
-)
+count_symbols = dispatch(_count_symbols_reference, check=_check_counts, numba="kernels.entropy_numba:count_symbols")
+choose_tables = dispatch(_choose_tables_reference, check=_check_choice, numba="kernels.entropy_numba:choose_tables")
 encode = dispatch(_encode_reference, check=_check, numba="kernels.entropy_numba:encode")
 decode = dispatch(_decode_reference, check=_check, numba="kernels.entropy_numba:decode")

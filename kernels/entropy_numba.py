@@ -13,10 +13,36 @@ from kernels.entropy import LANES, SCALE, SCALE_BITS
 from kernels.lanes_numba import Lanes, step
 from kernels.threads import run_units
 
-__all__ = ["choose_tables", "decode", "encode"]
+__all__ = ["choose_tables", "count_symbols", "decode", "encode"]
 
 _I1, _I8, _I16, _I32, _I64, _F32 = (*(ir.IntType(n) for n in (1, 8, 16, 32, 64)), ir.FloatType())
 _LOWEST_STATE = 1 << 16
+
+
+def count_symbols(symbols: np.ndarray, choice: np.ndarray, *, counts: np.ndarray) -> None:
+    # On one thread: the counts of a table are shared by many rows.
+    _count(symbols, choice.astype(np.uint16), counts)
+
+
+@njit(nogil=True, cache=True)
+def _count(symbols, choice, counts):
+    streams, rows, columns = symbols.shape
+    # Four counts a symbol: equal neighbours do not wait for each other's store.
+    apart = np.zeros((len(counts), 4, 256), np.int64)
+    for stream in range(streams):
+        for row in range(rows):
+            own, line = apart[choice[stream, row]], symbols[stream, row]
+            for i in range(0, columns - columns % 4, 4):
+                own[0, line[i]] += 1
+                own[1, line[i + 1]] += 1
+                own[2, line[i + 2]] += 1
+                own[3, line[i + 3]] += 1
+            for i in range(columns - columns % 4, columns):
+                own[0, line[i]] += 1
+    for table in range(len(counts)):
+        for symbol in range(256):
+            for i in range(4):
+                counts[table, symbol] += apart[table, i, symbol]
 
 
 def choose_tables(symbols: np.ndarray, costs: np.ndarray) -> np.ndarray:
@@ -51,6 +77,7 @@ def encode(symbols: np.ndarray, choice: np.ndarray, *, frequencies: np.ndarray, 
     entries = (starts << 16 | frequencies).astype(np.uint32)
     counts = np.zeros(len(symbols), np.int64)
     symbols = np.ascontiguousarray(symbols)
+    choice = choice.astype(np.uint16)
     run_units(_encode_streams, len(symbols), symbols.nbytes * 4, symbols, choice, entries, words, counts)
     if (counts < 0).any():
         raise ValueError(f"stream {int(np.argmin(counts))}: a symbol has no frequency in its row's table")
@@ -64,8 +91,19 @@ def decode(
         raise ValueError("symbols must be contiguous")
     entries = np.empty((len(frequencies), SCALE), np.uint32)
     _fill_entries(frequencies, entries)
+    choice = choice.astype(np.uint16)
     good = np.zeros(len(symbols), np.bool_)
-    run_units(_decode_streams, -(-len(symbols) // _SIDE_BY_SIDE), symbols.nbytes * 4, symbols, choice, entries, words, counts, good)
+    run_units(
+        _decode_streams,
+        -(-len(symbols) // _SIDE_BY_SIDE),
+        symbols.nbytes * 4,
+        symbols,
+        choice,
+        entries,
+        words,
+        counts,
+        good,
+    )
     if not good.all():
         raise ValueError(f"stream {int(np.argmin(good))} is not what was encoded")
 
@@ -238,7 +276,9 @@ def _encode_row(typing_context, symbols, columns, states, entries, words):
             builder.store(builder.select(mask, moved, lanes), state)
             builder.store(word, place)
         emit.store(builder.load(state), states)
-        any_bad = builder.icmp_unsigned("!=", builder.bitcast(builder.load(bad), ir.IntType(LANES)), ir.IntType(LANES)(0))
+        any_bad = builder.icmp_unsigned(
+            "!=", builder.bitcast(builder.load(bad), ir.IntType(LANES)), ir.IntType(LANES)(0)
+        )
         return builder.select(any_bad, _I64(0), builder.load(place))
 
     return types.int64(*(types.int64,) * 5), codegen
@@ -256,7 +296,7 @@ def _encode_streams(first, last, symbols, choice, entries, words, counts):
         for row in range(rows - 1, -1, -1):
             if place > 0:
                 table, source = choice[stream, row], symbols.ctypes.data + (stream * rows + row) * columns
-                place = _encode_row(source, columns, states, entries.ctypes.data + 1024 * table, place)
+                place = _encode_row(source, columns, states, entries.ctypes.data + 1024 * np.int64(table), place)
         if place == 0:
             counts[stream] = -1
             continue
@@ -269,7 +309,7 @@ def _encode_streams(first, last, symbols, choice, entries, words, counts):
             words[stream, i] = words[stream, begin + i]
 
 
-_SIDE_BY_SIDE = 4
+_SIDE_BY_SIDE = 2
 
 
 @njit(nogil=True, cache=True)

@@ -131,7 +131,10 @@ def _moments_kernel(float16: int, token_major: bool):
     def kernel(first, last, pointers, blocks, shape, sums, squares):
         addresses, strides = pointers
         heads, size, tokens = shape
-        line, line_squares = np.empty(size if token_major else tokens, f32), np.empty(size if token_major else tokens, f32)
+        line, line_squares = (
+            np.empty(size if token_major else tokens, f32),
+            np.empty(size if token_major else tokens, f32),
+        )
         one, other = line.ctypes.data, line_squares.ctypes.data
         for unit in range(first, last):
             layer, h = unit // heads, unit % heads

@@ -72,7 +72,8 @@ class _World:
         tokens = _answer(arm, group, document, question)
         shared = SYSTEM_TOKENS + DOCUMENT_TOKENS if question else SYSTEM_TOKENS if document else 0
         return {
-            "run_id": "synthetic", "arm": arm, "arm_label": ARMS[arm], "repeat": 0, "request_id": name, "engine_request": f"0:{name}", "group": group,
+            "run_id": "synthetic", "arm": arm, "arm_label": ARMS[arm], "repeat": 0, "request_id": name,
+            "engine_request": f"0:{name}", "group": group,
             "document": str(document), "question": f"What does part {question} of the document say?", "phase": phase,
             "kind": "cold" if not cached else "document" if cached > SYSTEM_TOKENS else "system",
             "prompt_tokens": prompt, "output_tokens": len(tokens), "cached_tokens": cached,

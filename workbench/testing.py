@@ -4,7 +4,8 @@ import random
 from typing import Any
 
 from workbench.errors import InvalidInputError
-from workbench.policies import policy, resolve_policy
+from workbench.policies import resolve_policy
+from workbench.policies.base import take_form
 from workbench.policies.live import LivePolicy
 
 __all__ = ["check_policy"]
@@ -37,7 +38,7 @@ def check_policy(spec: Any, *, steps: int = 400, seed: int = 0) -> None:
 
 def _plain(chosen: Any) -> Any:
     """The same policy with the same settings, never compiled."""
-    plain = policy(type(type(chosen).__name__, (type(chosen),), {"compile": False}))
+    plain = take_form(type(type(chosen).__name__, (type(chosen),), {"compile": False}))
     twin = object.__new__(plain)
     twin.__dict__.update(chosen.__dict__)
     return twin

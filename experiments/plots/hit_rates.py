@@ -31,9 +31,7 @@ def plot_hit_rates(data: pl.DataFrame, *, template: str = "light", badge: str = 
     figure = make_subplots(rows=1, cols=len(phases), shared_yaxes=True, horizontal_spacing=0.04,
                            subplot_titles=[phase_text(p["phase"][0]) for p in phases])  # fmt: skip
     new_figure(_TITLE, f"{label_text(badge)} · {_counts_text(data)}", template=template, height=430, figure=figure)
-    styles = arm_styles(
-        data.sort(pl.col("arm") != "none", maintain_order=True)["arm"].unique(maintain_order=True).to_list()
-    )
+    styles = arm_styles(data["arm"].unique(maintain_order=True).to_list())
     for column, phase in enumerate(phases, 1):
         for group in phase.partition_by("arm", maintain_order=True):
             style = styles[group["arm"][0]]

@@ -40,8 +40,8 @@ th { color: var(--quiet); font-weight: 600; vertical-align: bottom; white-space:
 th:nth-child(-n+2), td:nth-child(-n+2) { text-align: left; }
 tbody tr { border-top: 1px solid var(--line); }
 tbody tr.new-phase { border-top: 3px double var(--line); }
-figure { overflow-x: auto; margin: 0 0 20px; background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  padding: 8px 12px 14px; }
+figure { margin: 0 0 20px; background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+  overflow-x: auto; padding: 8px 12px 14px; }
 figcaption { font-size: 14px; color: var(--quiet); padding: 4px 8px 0; max-width: 84ch; }
 .plot { width: 100%; min-width: 760px; }
 ul.notes { padding-left: 20px; max-width: 82ch; } ul.notes li { margin-bottom: 8px; }

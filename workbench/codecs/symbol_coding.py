@@ -9,11 +9,11 @@ import math
 
 import numpy as np
 
-from kernels.entropy import SCALE, capacity_words, choose_tables, decode, encode, normalize, table_costs
+from kernels.entropy import LANES, SCALE, capacity_words, choose_tables, decode, encode, normalize, table_costs
 from workbench.codecs.base import CorruptDataError
 from workbench.codecs.payload import PayloadReader, PayloadWriter, sections_nbytes
 
-__all__ = ["coded_nbytes", "read_symbols", "write_symbols"]
+__all__ = ["coded_nbytes", "read_streams", "read_symbols", "write_streams", "write_symbols"]
 
 _WIDTHS = tuple(2.0 ** (k / 4) for k in range(-12, 26))  # standard deviations, in steps
 _SHAPES = (2.0, 1.4, 1.0)  # exponents: a Gaussian, one between, and a Laplacian
@@ -45,12 +45,26 @@ def coded_nbytes(shape: tuple[int, int, int]) -> int:
 
 
 def write_symbols(symbols: np.ndarray, writer: PayloadWriter) -> None:
-    """Append (streams, rows, columns) uint8 symbols: the table of each row, the words of each stream, the words."""
+    """Append (streams, rows, columns) uint8 symbols, coded with the cheapest of the fixed tables for each row."""
     frequencies, costs = _tables()
     choice = choose_tables(symbols, costs)
+    writer.append(choice)
+    write_streams(symbols, choice, frequencies, writer)
+
+
+def read_symbols(symbols: np.ndarray, reader: PayloadReader) -> None:
+    """Fill (streams, rows, columns) uint8 symbols; CorruptDataError if they are not what was written."""
+    frequencies, _ = _tables()
+    choice = reader.section(symbols.shape[:2], np.uint8)
+    if choice.size and choice.max() >= len(frequencies):
+        raise CorruptDataError(f"table {choice.max()} of {len(frequencies)}")
+    read_streams(symbols, choice, frequencies, reader)
+
+
+def write_streams(symbols: np.ndarray, choice: np.ndarray, frequencies: np.ndarray, writer: PayloadWriter) -> None:
+    """Append coded symbols: how many words each stream has, then the words."""
     words = np.empty((len(symbols), capacity_words(symbols[0].size)), np.uint16)
     counts = encode(symbols, choice, frequencies=frequencies, words=words)
-    writer.append(choice)
     writer.append(counts.astype(np.uint32))
     section, end = writer.section((int(counts.sum()),), np.uint16), 0
     for stream, count in zip(words, counts, strict=True):
@@ -58,13 +72,11 @@ def write_symbols(symbols: np.ndarray, writer: PayloadWriter) -> None:
         end += count
 
 
-def read_symbols(symbols: np.ndarray, reader: PayloadReader) -> None:
-    """Fill (streams, rows, columns) uint8 symbols; CorruptDataError if they are not what was written."""
-    frequencies, _ = _tables()
-    choice = reader.section(symbols.shape[:2], np.uint8)
+def read_streams(symbols: np.ndarray, choice: np.ndarray, frequencies: np.ndarray, reader: PayloadReader) -> None:
+    """Fill symbols from what `write_streams` appended."""
     counts = reader.section((len(symbols),), np.uint32).astype(np.int64)
-    if (counts > capacity_words(symbols[0].size)).any():
-        raise CorruptDataError(f"a stream of {counts.max()} words for {symbols[0].size} symbols")
+    if (counts > capacity_words(symbols[0].size)).any() or (counts < 2 * LANES).any():
+        raise CorruptDataError(f"streams of {counts.min()} to {counts.max()} words for {symbols[0].size} symbols")
     section, end = reader.section((int(counts.sum()),), np.uint16), 0
     words = np.zeros((len(symbols), int(counts.max())), np.uint16)
     for stream, count in zip(words, counts, strict=True):

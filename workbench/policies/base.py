@@ -102,13 +102,18 @@ def policy(cls: type) -> type:
     Raises:
         InvalidInputError: A method is missing, or a declared name clashes with one that the engine provides.
     """
+    _registered[cls.__name__] = take_form(cls)
+    return cls
+
+
+def take_form(cls: type) -> type:
+    """What @policy does, without registering the class."""
     form = _read_form(cls)
     cls.kv_form = form
     if "__init__" not in form.methods:
         cls.__init__ = _set_scalars
     if "__repr__" not in form.methods:
         cls.__repr__ = _show_scalars
-    _registered[form.name] = cls
     return cls
 
 

@@ -21,7 +21,8 @@ SHARED = 4  # chunks of several conversations: by 2 uses, to 4, to 8, more
 FIRST_SHARED = 2 + TURNS * LENGTHS
 CLASSES = FIRST_SHARED + SHARED - 1  # queue 1 is for partly filled chunks, which no longer prompt can use
 GHOST = CLASSES + 1
-AGES = 64  # four to each doubling of the age in chunks
+AGES = 96  # ages in chunks told of since, STEPS to each doubling
+STEPS = 3.0
 RECORDS = 4096  # that are remembered
 
 
@@ -124,6 +125,11 @@ class Turns(Queues):
                 if value < least:
                     worst = c
                     least = value
+                c = self.newest[q]
+                value = self.expect(q, c)
+                if value < least:
+                    worst = c
+                    least = value
         self.unlink(worst)
         self.append(GHOST, worst)
         if self.length[GHOST] > int(self.ghost_share * self.capacity):
@@ -142,7 +148,11 @@ class Turns(Queues):
         return self.queue[c] == GHOST
 
     def age(self, clock):
-        return min(AGES - 1, int(4.0 * math.log2(1.0 + self.clock - clock)))
+        return min(AGES - 1, int(STEPS * math.log2(1.0 + self.clock - clock)))
+
+    def width(self, age):
+        """Chunks told of while a chunk has this age."""
+        return 2.0 ** (age / STEPS) * (2.0 ** (1.0 / STEPS) - 1.0)
 
     def expect(self, q, c):
         if q == 1:
@@ -161,7 +171,7 @@ class Turns(Queues):
             if self.owner[i] > 0:
                 q = self.kind[i]
                 if self.went_on[i] > 0.0:
-                    age = min(AGES - 1, int(4.0 * math.log2(1.0 + self.went_on[i] - self.began[i])))
+                    age = min(AGES - 1, int(STEPS * math.log2(1.0 + self.went_on[i] - self.began[i])))
                     self.hit[q * AGES + age] += 1.0
                     self.hit[AGES + age] += 1.0  # class 1 stands for all
                 else:
@@ -185,7 +195,7 @@ class Turns(Queues):
             everyone = (self.hit[AGES + a] + 0.01) / (self.watched[AGES + a] + 1.0)
             seen = self.watched[q * AGES + a]
             hazard = (self.hit[q * AGES + a] + self.prior * everyone) / (seen + self.prior)
-            time += survive * 2.0 ** (a / 4.0) * 0.19
+            time += survive * self.width(a)
             hits += survive * hazard
             survive *= 1.0 - min(1.0, hazard)
             best = max(best, hits / time)
