@@ -15,7 +15,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
                   help="A KV-cache engine for LLM serving and the workbench around it.")  # fmt: skip
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 RunsFolder = Annotated[Path, typer.Option(help="Folder of the run store.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from workbench.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
 
 __all__ = ["Run", "list_runs", "new_run_folder", "requests_frame"]
 
@@ -24,7 +27,7 @@ RUNS_FOLDER = Path("runs")
 
 _SCHEMA = {
     "run_id": pl.String, "arm": pl.String, "arm_label": pl.String, "order": pl.Int64, "repeat": pl.Int64,
-    "request_id": pl.String, "group": pl.Int64, "document": pl.String, "question": pl.String, "kind": pl.String,
+    "request_id": pl.String, "engine_request": pl.String, "group": pl.Int64, "document": pl.String, "question": pl.String, "kind": pl.String,
     "phase": pl.String, "prompt_tokens": pl.Int64, "output_tokens": pl.Int64, "cached_tokens": pl.Int64,
     "local_hit_tokens": pl.Int64, "external_hit_tokens": pl.Int64, "expected_hit_tokens": pl.Int64,
     "ttft_s": pl.Float64, "queue_s": pl.Float64, "load_s": pl.Float64, "prefill_s": pl.Float64, "itl_s": pl.Float64,
@@ -54,6 +57,13 @@ class Run:
     @cached_property
     def events(self) -> pl.DataFrame:
         return pl.read_parquet(self.folder / "events.parquet")
+
+    def plot(self, name: str = "ttft", *, template: str = "light") -> "go.Figure":
+        """One of the run's plots; a wrong name lists those there are."""
+        from experiments.plots import plot_run
+        from experiments.report import machine_badge
+
+        return plot_run(name, self.requests, self.events, template=template, badge=machine_badge(self.environment))
 
     @cached_property
     def environment(self) -> dict[str, Any]:

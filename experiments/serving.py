@@ -7,6 +7,7 @@
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,8 +57,8 @@ class Arm:
 ARMS = (
     Arm("none", "no reuse"),
     Arm("prefix_cache", "vLLM's prefix cache", prefix_caching=True),
-    Arm("memory", "engine, memory tier", cache={"memory_bytes": "1GiB"}),
-    Arm("disk", "engine, disk tier after a restart", cache={"memory_bytes": 0}, disk=True, restart=True),
+    Arm("memory", "KV Workbench (memory)", cache={"memory_bytes": "1GiB"}),
+    Arm("disk", "KV Workbench (disk, after a restart)", cache={"memory_bytes": 0}, disk=True, restart=True),
 )
 
 
@@ -245,10 +246,15 @@ class Comparison:
         finally:
             for engine in self._engines.values():
                 engine.close()
+            for arm in self.arms:
+                shutil.rmtree(self._tier_path(arm), ignore_errors=True)  # large, and of no use after the run
         return self.rows
 
     def events(self) -> Any:
-        """Events of every arm as one polars frame, with a column `arm`; requests are numbered `start:number`."""
+        """Events of every arm as one polars frame, with a column `arm`; requests are numbered `start:number`.
+
+        What the warm-up request of each start did is left out.
+        """
         import polars
 
         from workbench.events import Event, events_frame
@@ -262,7 +268,7 @@ class Comparison:
                 polars.lit(arm.name).alias("arm"),
                 # vLLM counts requests anew at each start, and appends a suffix of its own to each number
                 polars.col("request").str.replace(r"^(\d+)-[0-9a-f]{8}$", f"{start}:${{1}}"),
-            ))  # fmt: skip
+            ).filter(~polars.col("request").str.contains("^[0-9]+:0$")))  # fmt: skip
         return polars.concat(frames)
 
     def _start(self, arm: Arm, announce: bool = True) -> None:
@@ -273,14 +279,14 @@ class Comparison:
         if arm.cache is not None:
             cache = {**arm.cache, "events_path": str(self._events_path(arm, start))}
             if arm.disk:
-                cache["disk_path"] = str(self.folder / f"tier-{arm.name}")
+                cache["disk_path"] = str(self._tier_path(arm))
         engine = EngineProcess(self.model, cache=cache, prefix_caching=arm.prefix_caching, threads=self.threads,
                                vllm=self.vllm, kv_transfer=arm.kv_transfer,
                                log=self.folder / f"engine-{arm.name}.log")  # fmt: skip
         self._engines[arm.name] = engine.start()
         self._check_settings(arm, engine.settings)
         self.settings[arm.name] = engine.settings
-        engine.generate(np.arange(1, 40) % 200 + 1, max_tokens=2)  # loads code paths; shares no chunk with a prompt
+        engine.generate(np.arange(1, 40), max_tokens=2)  # loads code paths; request 0 of each start, in no statistics
 
     def _check_settings(self, arm: Arm, settings: dict[str, Any]) -> None:
         """What runs must be what was asked for, or the comparison is of something else."""
@@ -304,7 +310,7 @@ class Comparison:
         return {
             "arm": arm.name, "arm_label": arm.label, "order": len(self.rows), "repeat": 0,
             "request_id": request.request_id, "group": request.group, "document": str(request.document),
-            "question": str(request.question), "phase": phase, "prompt_tokens": len(request.token_ids),
+            "question": request.text or str(request.question), "phase": phase, "prompt_tokens": len(request.token_ids),
             "expected_hit_tokens": bound[request.request_id], "output_tokens": len(answer["token_ids"]),
             "local_hit_tokens": int(counters["vllm:prefix_cache_hits"]),
             "external_hit_tokens": int(counters["vllm:external_prefix_cache_hits"]),
@@ -320,6 +326,9 @@ class Comparison:
 
     def _events_path(self, arm: Arm, start: int) -> Path:
         return self.folder / f"events-{arm.name}-{start}.jsonl"
+
+    def _tier_path(self, arm: Arm) -> Path:
+        return self.folder / f"tier-{arm.name}"
 
     def _step(self, what: str, tokens: int = 0) -> None:
         total = len(self.arms) * (1 + len(self.workload.requests)) + sum(arm.restart for arm in self.arms)

@@ -18,8 +18,6 @@
 # %%
 import os
 
-import polars as pl
-
 from experiments import EngineProcess, compare, long_document, resolve_model, summary_table
 
 quick = os.environ.get("KVWORKBENCH_SIZE", "quick") == "quick"  # "full" for longer documents
@@ -48,14 +46,11 @@ arms = ["none", "prefix_cache", "memory"]
 run = compare(model, workload, arms=arms, name="quickstart")
 
 # %%
-table = summary_table(run.requests, run.events)
-with pl.Config(tbl_cols=-1, tbl_rows=-1, tbl_width_chars=160, fmt_str_lengths=40):
-    print(table)
+columns = ["arm_label", "phase", "n", "ttft_median_s", "hit_tokens", "expected_hit_tokens", "equal_none", "compared_none"]
+summary_table(run.requests, run.events).select(columns)
 
 # %%
-from experiments.plots.ttft import plot_ttft
-
-plot_ttft(run.requests)
+run.plot("ttft")
 
 # %% [markdown]
 # ## One engine, by hand
