@@ -614,3 +614,15 @@ def test_close_twice_and_with_a_full_queue(planes):
     planes.data.close()
     planes.data.close()
     assert not planes.data._writer.is_alive()
+
+
+def test_a_load_of_a_slot_that_holds_something_else_is_a_miss():
+    planes = Planes("memory")
+    a, b = chain_of(range(8)), chain_of(range(50, 58))
+    planes.pages.compute(a, [0, 1])
+    planes.data.run([store_order(a, 0, 0, [0, 1])])
+    forged = a[0]._replace(tokens=b[0].tokens)  # a digest that collided: the key agrees, the tokens do not
+    planes.data.run([Load("x", 0, chunk, (2, 3), 0, slot) for chunk, slot in ((b[0], 0), (forged, 0), (a[0], 1))])
+    assert [done.reason for done in planes.data.take_report()] == ["", "mismatch", "mismatch", "absent"]
+    assert planes.data.take_bad_blocks() == {2, 3} and not any(array[[2, 3]].any() for array in planes.pages.arrays)
+    planes.close()

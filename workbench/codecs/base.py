@@ -22,7 +22,7 @@ _FLOATS = ("bfloat16", "float16")
 
 
 class UnrepresentableError(CacheError):
-    """The chunk holds NaN or infinity, which this codec cannot keep. Lossless codecs can."""
+    """The chunk holds NaN or infinity, or numbers near float32's end, that this codec cannot keep."""
 
 
 class CorruptDataError(CacheError):

@@ -89,7 +89,9 @@ class ECSQ(KVCodec):
         sums, squares = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         channel_moments(tiles, blocks, sums=sums, squares=squares, dtype=dtype)
         if not (np.isfinite(sums).all() and np.isfinite(squares).all()):
-            raise UnrepresentableError(f"the chunk holds NaN or infinity; {self!r} keeps finite numbers only")
+            raise UnrepresentableError(
+                f"the chunk holds NaN or infinity (or numbers above 10^18); {self!r} cannot keep them"
+            )
         count = blocks.size * tiles.block_size
         means = encode16(sums / np.float32(count), dtype)
         exact = decode16(means, dtype)

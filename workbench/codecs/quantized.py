@@ -1,4 +1,4 @@
-"""What the fixed-rate codecs share: keys and values quantised in groups by `kernels.quantize`, codes in native order."""
+"""What the fixed-rate codecs share: keys and values quantised in groups by `kernels.quantize`, codes in page order."""
 
 import math
 from collections.abc import Iterator

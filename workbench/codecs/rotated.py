@@ -1,4 +1,4 @@
-"""A Hadamard rotation, which spreads outlier channels over all, then a few bits in groups (QuaRot, arXiv:2404.00456)."""
+"""A Hadamard rotation, which spreads loud channels over all, then a few bits in groups (QuaRot, arXiv:2404.00456)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -62,7 +62,7 @@ class TurboQuant(KVCodec):
         for tiles, turned, logical, shape in self._parts(kv):
             rotate(tiles, blocks, signs=signs, turned=turned, dtype=dtype)
             values = decode16(logical, dtype)
-            scale = np.sqrt(np.square(values).mean(-1, keepdims=True, dtype=np.float64))
+            scale = np.sqrt(np.square(values, dtype=np.float64).mean(-1, keepdims=True))
             if not np.isfinite(scale).all():
                 raise UnrepresentableError(f"the chunk holds NaN or infinity; {self!r} keeps finite numbers only")
             scales = encode16(scale.astype(np.float32), "bfloat16")

@@ -125,11 +125,6 @@ class Turns(Queues):
                 if value < least:
                     worst = c
                     least = value
-                c = self.newest[q]
-                value = self.expect(q, c)
-                if value < least:
-                    worst = c
-                    least = value
         self.unlink(worst)
         self.append(GHOST, worst)
         if self.length[GHOST] > int(self.ghost_share * self.capacity):

@@ -15,9 +15,9 @@ class WorkloadAware(Queues):
     """Evicts the chunk least likely to be used again soon, by how fast chunks of its class come back.
 
     A class's times to reuse are taken as exponential: after t idle seconds the chance of a use within a class's usual
-    lifetime is exp(-rate t) (1 - exp(-rate life)). Only the oldest chunk of each class is looked at. The paper's classes
-    are request type and turn; public traces have neither, so here a class is a range of depths (powers of two),
-    and rates are learned as the trace runs.
+    lifetime is exp(-rate t) (1 - exp(-rate life)). Only the oldest chunk of each class is looked at. The paper's
+    classes are request type and turn; public traces have neither, so here a class is a range of depths (powers of
+    two), and rates are learned as the trace runs.
     """
 
     fields = dict(Queues.fields, used="f8", since="f8")
