@@ -23,6 +23,7 @@ __all__ = [
     "decode_row",
     "each_vector",
     "encode_row",
+    "fence",
     "float16_as_float",
     "float_as_bits",
     "merge_bits",
@@ -62,9 +63,14 @@ class Lanes:
         pointer = self.builder.inttoptr(address, ir.VectorType(element, self.count).as_pointer())
         return self.builder.load(pointer, align=element.width // 8 if element != _F32 else 4)
 
-    def store(self, value, address):
+    def store(self, value, address, stream: bool = False):
+        """Store at an address; past the cache if `stream`, which a whole vector must be aligned for."""
         pointer = self.builder.inttoptr(address, value.type.as_pointer())
-        self.builder.store(value, pointer, align=1)
+        if not stream or self.count == 1:
+            self.builder.store(value, pointer, align=1)
+            return
+        stored = self.builder.store(value, pointer, align=self.count * value.type.element.width // 8)
+        stored.set_metadata("nontemporal", self.builder.module.add_metadata([ir.Constant(_I32, 1)]))
 
     def parameter(self, value):
         """A float32 for every lane, or the address of one a lane."""
@@ -163,10 +169,11 @@ def step(builder, address, index, nbytes: int):
 
 
 @intrinsic(prefer_literal=True)
-def encode_row(typing_context, source, target, count, inverse, zero, kind, float16):
+def encode_row(typing_context, source, target, count, inverse, zero, kind, float16, stream):
     """Encode `count` values at an address: code((value - zero) * inverse).
 
-    `inverse` and `zero` are float32, or (both) addresses of one float32 a value.
+    `inverse` and `zero` are float32, or (both) addresses of one float32 a value. `stream` writes past the cache: the
+    target must be aligned to a vector of codes.
     """
     each = isinstance(inverse, types.Integer)
 
@@ -179,16 +186,16 @@ def encode_row(typing_context, source, target, count, inverse, zero, kind, float
             value = builder.fmul(value, emit.parameter(inverse))
             fp8 = kind.literal_value in (E4M3, E5M2)
             code = emit.fp8_bits(value, kind.literal_value) if fp8 else emit.rounded(value)
-            emit.store(emit.cast("trunc", code, _I8), builder.add(args[1], index))
+            emit.store(emit.cast("trunc", code, _I8), builder.add(args[1], index), stream.literal_value)
 
         each_vector(context, builder, args[2], body)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, inverse, zero, kind, float16), codegen
+    return types.void(types.int64, types.int64, types.int64, inverse, zero, kind, float16, stream), codegen
 
 
 @intrinsic(prefer_literal=True)
-def decode_row(typing_context, source, target, count, scale, zero, kind, float16):
+def decode_row(typing_context, source, target, count, scale, zero, kind, float16, stream):
     """Decode `count` codes at an address: code * scale + zero, rounded to the dtype; `scale` and `zero` as above."""
     each = isinstance(scale, types.Integer)
 
@@ -204,12 +211,13 @@ def decode_row(typing_context, source, target, count, scale, zero, kind, float16
             value = builder.fmul(number, emit.parameter(scale))
             if kind.literal_value == ASYMMETRIC:
                 value = builder.fadd(value, emit.parameter(zero))
-            emit.store(emit.bits_of(value, float16.literal_value), step(builder, args[1], index, 2))
+            bits = emit.bits_of(value, float16.literal_value)
+            emit.store(bits, step(builder, args[1], index, 2), stream.literal_value)
 
         each_vector(context, builder, args[2], body)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, scale, zero, kind, float16), codegen
+    return types.void(types.int64, types.int64, types.int64, scale, zero, kind, float16, stream), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -288,6 +296,17 @@ def spread_bits(typing_context, source, target, count, parts, width, shift):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, parts, width, shift), codegen
+
+
+@intrinsic
+def fence(typing_context):
+    """Streamed stores are weakly ordered: make them visible before another thread is told of them."""
+
+    def codegen(context, builder, signature, args):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
 
 
 @intrinsic

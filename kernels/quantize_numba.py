@@ -18,6 +18,7 @@ from kernels.lanes_numba import (
     bits_as_float,
     decode_row,
     encode_row,
+    fence,
     float16_as_float,
     float_as_bits,
     merge_bits,
@@ -34,6 +35,8 @@ __all__ = ["dequantize", "quantize"]
 f32, i16, u8, u16, u32 = np.float32, np.int16, np.uint8, np.uint16, np.uint32
 OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
 _SMALLEST_SCALE = f32(2.0**-100)
+# Output of this size is written past the cache: what it would overwrite there need not be read first.
+_STREAM_FROM = 1 << 20
 _LOWEST, _HIGHEST = i16(-0x8000), i16(0x7FFF)
 
 
@@ -49,7 +52,8 @@ def _run(along_rows, down_columns, tiles: Tiles, blocks: np.ndarray, scheme: Sch
     groups = grouping(tiles, scheme, blocks.shape[1])
     kernel = (along_rows if groups.along_rows else down_columns)(*_constants(scheme))
     units = math.prod(coded.scales.shape[:4])
-    row = (groups.length, tiles.rows, coded.codes.shape[-1])
+    stream = coded.codes.nbytes >= _STREAM_FROM
+    row = (groups.length, tiles.rows, coded.codes.shape[-1], int(stream))
     addresses = (tiles.addresses, tiles.strides, coded.codes.ctypes.data)
     run_units(kernel, units, 3 * coded.codes.nbytes, addresses, blocks, row, coded.scales, coded.zeros)
 
@@ -105,40 +109,56 @@ def _quantize_along_rows(kind: int, bits: int, float16: int):
     @njit(**OPTIONS)
     def kernel(first, last, pointers, blocks, row, scales, zeros):
         addresses, strides, codes = pointers
-        length, rows, packed = row
+        length, rows, packed, stream = row
         layers, spans, heads, groups = scales.shape[1], scales.shape[2], scales.shape[3], scales.shape[5]
         span, columns = blocks.shape[1] // max(spans, 1), packed * 8 // bits
-        inverse, zero, line = np.empty(groups, f32), np.empty(groups, f32), np.empty(columns, u8)
+        zeros_count = rows * groups if kind == ASYMMETRIC else 0
+        count = rows * groups
+        inverse, zero, line = np.empty(count, f32), np.empty(count, f32), np.empty(columns, u8)
+        low, high = np.empty(count, i16), np.empty(count, i16)
         line_address = line.ctypes.data
         for unit in range(first, last):
             c, layer, s, h = _locate(unit, layers, spans, heads)
-            for r in range(rows):
-                base = addresses[layer] + h * strides[1] + r * strides[2]
-                for g in range(groups):
-                    low, high = _HIGHEST, _LOWEST
-                    for i in range(s * span, (s + 1) * span):
-                        if blocks[c, i] >= 0:
-                            place = base + blocks[c, i] * strides[0] + 2 * g * length
-                            low, high = min_max_row(place, length, low, high, kind)
-                    if high >= low:
-                        scale_bits, zero_bits = _scale_and_zero(low, high, kind, bits, float16)
-                        inverse[g], zero[g] = f32(1.0) / _value(scale_bits, 0), _value(zero_bits, float16)
-                        scales[c, layer, s, h, r, g] = scale_bits
-                        if kind == ASYMMETRIC:
-                            zeros[c, layer, s, h, r, g] = zero_bits
-                for i in range(s * span, (s + 1) * span):
-                    if blocks[c, i] >= 0:
-                        place = base + blocks[c, i] * strides[0]
-                        target = codes + ((((c * layers + layer) * spans * span + i) * heads + h) * rows + r) * packed
+            head = addresses[layer] + h * strides[1]
+            # Three loops over the rows, not one: their iterations do not wait for each other's reductions.
+            low[:], high[:] = _HIGHEST, _LOWEST
+            for i in range(s * span, (s + 1) * span):
+                if blocks[c, i] >= 0:
+                    for r in range(rows):
+                        place = head + blocks[c, i] * strides[0] + r * strides[2]
                         for g in range(groups):
-                            start = g * length + (target if bits == 8 else line_address)
-                            encode_row(place + 2 * g * length, start, length, inverse[g], zero[g], kind, float16)
+                            k = r * groups + g
+                            low[k], high[k] = min_max_row(place + 2 * g * length, length, low[k], high[k], kind)
+            if high[0] < low[0]:
+                continue  # every block of the group is skipped
+            scale_row, zero_row = scales[c, layer, s, h].reshape(count), zeros[c, layer, s, h].reshape(zeros_count)
+            for k in range(count):
+                scale_bits, zero_bits = _scale_and_zero(low[k], high[k], kind, bits, float16)
+                inverse[k], zero[k] = f32(1.0) / _value(scale_bits, 0), _value(zero_bits, float16)
+                scale_row[k] = scale_bits
+                if kind == ASYMMETRIC:
+                    zero_row[k] = zero_bits
+            for i in range(s * span, (s + 1) * span):
+                if blocks[c, i] >= 0:
+                    page = head + blocks[c, i] * strides[0]
+                    base = codes + (((c * layers + layer) * spans * span + i) * heads + h) * rows * packed
+                    for r in range(rows):
+                        target, k = base + r * packed, r * groups
+                        start = target if bits == 8 else line_address
+                        past = bits == 8 and stream and start % 32 == 0 and length % 32 == 0
+                        for g in range(groups):
+                            place, out = page + r * strides[2] + 2 * g * length, start + g * length
+                            if past:
+                                encode_row(place, out, length, inverse[k + g], zero[k + g], kind, float16, 1)
+                            else:
+                                encode_row(place, out, length, inverse[k + g], zero[k + g], kind, float16, 0)
                         if bits == 4:
                             merge_bits(line_address, target, columns // 2, 2, 4, 0)
                         elif bits < 4:
                             merge_bits(line_address, target, columns // 4, 4, 2, 0)
                         if bits == 3:
                             merge_bits(line_address, target + columns // 4, columns // 8, 8, 1, 2)
+        fence()
 
     return kernel
 
@@ -148,7 +168,7 @@ def _quantize_down_columns(kind: int, bits: int, float16: int):
     @njit(**OPTIONS)
     def kernel(first, last, pointers, blocks, row, scales, zeros):
         addresses, strides, codes = pointers
-        length, rows, packed = row
+        length, rows, packed, stream = row
         _, layers, spans, heads, groups, columns = scales.shape
         span = blocks.shape[1] // max(spans, 1)
         inverse, zero, line = np.empty(columns, f32), np.empty(columns, f32), np.empty(columns, u8)
@@ -180,13 +200,17 @@ def _quantize_down_columns(kind: int, bits: int, float16: int):
                         for r in range(g * length, (g + 1) * length):
                             start = target + r * packed
                             out = start if bits == 8 else line_address
-                            encode_row(base + r * strides[2], out, columns, inverses, offsets, kind, float16)
+                            if bits == 8 and stream and out % 32 == 0:
+                                encode_row(base + r * strides[2], out, columns, inverses, offsets, kind, float16, 1)
+                            else:
+                                encode_row(base + r * strides[2], out, columns, inverses, offsets, kind, float16, 0)
                             if bits == 4:
                                 merge_bits(line_address, start, columns // 2, 2, 4, 0)
                             elif bits < 4:
                                 merge_bits(line_address, start, columns // 4, 4, 2, 0)
                             if bits == 3:
                                 merge_bits(line_address, start + columns // 4, columns // 8, 8, 1, 2)
+        fence()
 
     return kernel
 
@@ -196,7 +220,7 @@ def _dequantize_along_rows(kind: int, bits: int, float16: int):
     @njit(**OPTIONS)
     def kernel(first, last, pointers, blocks, row, scales, zeros):
         addresses, strides, codes = pointers
-        length, rows, packed = row
+        length, rows, packed, stream = row
         layers, spans, heads, groups = scales.shape[1], scales.shape[2], scales.shape[3], scales.shape[5]
         span, columns = blocks.shape[1] // max(spans, 1), packed * 8 // bits
         line = np.empty(columns, u8)
@@ -222,7 +246,11 @@ def _dequantize_along_rows(kind: int, bits: int, float16: int):
                             zero = _value(zeros[c, layer, s, h, r, g], float16)
                         place = base + r * strides[2] + 2 * g * length
                         begin = g * length + (start if bits == 8 else line_address)
-                        decode_row(begin, place, length, scale, zero, kind, float16)
+                        if stream and place % 64 == 0:
+                            decode_row(begin, place, length, scale, zero, kind, float16, 1)
+                        else:
+                            decode_row(begin, place, length, scale, zero, kind, float16, 0)
+        fence()
 
     return kernel
 
@@ -232,7 +260,7 @@ def _dequantize_down_columns(kind: int, bits: int, float16: int):
     @njit(**OPTIONS)
     def kernel(first, last, pointers, blocks, row, scales, zeros):
         addresses, strides, codes = pointers
-        length, rows, packed = row
+        length, rows, packed, stream = row
         _, layers, spans, heads, groups, columns = scales.shape
         span = blocks.shape[1] // max(spans, 1)
         scale, zero, line = np.empty(columns, f32), np.empty(columns, f32), np.empty(columns, u8)
@@ -258,6 +286,10 @@ def _dequantize_down_columns(kind: int, bits: int, float16: int):
                         if bits == 3:
                             spread_bits(start + columns // 4, line_address, columns // 8, 8, 1, 2)
                         begin, place = start if bits == 8 else line_address, base + r * strides[2]
-                        decode_row(begin, place, columns, scale_address, zero_address, kind, float16)
+                        if stream and place % 64 == 0:
+                            decode_row(begin, place, columns, scale_address, zero_address, kind, float16, 1)
+                        else:
+                            decode_row(begin, place, columns, scale_address, zero_address, kind, float16, 0)
+        fence()
 
     return kernel

@@ -9,7 +9,7 @@
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,13 +21,14 @@ from workbench.index import ChunkIndex
 from workbench.layout import KVLayout
 from workbench.orders import STAGING, Done, Erase, Load, Order, Store, Write
 from workbench.tiers.base import StoredChunk, TierIndex
+from workbench.tiers.presence import Presence
 
 __all__ = ["ControlPlane", "WRITE_MODES"]
 
 WRITE_MODES = ("through", "back")
 
 # After these the bytes under the key are known to be no good; after any other fault they may well be right next time.
-_BAD_BYTES = ("corrupt", "mismatch", "absent")
+_BAD_BYTES = ("corrupt", "mismatch", "absent", "mac", "WRONGTYPE")
 
 _REMEMBERED_DEPARTURES = 100_000
 _REMEMBERED_PROMPTS = 64
@@ -53,13 +54,16 @@ class ControlPlane:
         tiers: Fastest first. With `arena`, the first one is the data plane's memory arena.
         arena: Whether the first tier is the arena.
         write: "through": a stored chunk is written to every tier at once; "back": it goes down when it is evicted.
+        shared: Levels that other engines use too, with what is known of their contents. What lies only there is asked
+            for again at each lookup, and an eviction there is only forgetting: others may count on the chunk.
         record: Takes the events.
         recompute_seconds: Estimate for the tokens start..stop of a prompt, for policies that weigh cost.
         clock: Seconds, monotonic; only differences are used.
     """
 
     def __init__(self, layout: KVLayout, tiers: Sequence[TierIndex], *, arena: bool, write: str = "through",
-                 record: Recorder | None = None, recompute_seconds: Callable[[int, int], float] = lambda a, b: 0.0,
+                 shared: Mapping[int, Presence] | None = None, record: Recorder | None = None,
+                 recompute_seconds: Callable[[int, int], float] = lambda a, b: 0.0,
                  clock: Callable[[], float] = time.monotonic):  # fmt: skip
         if write not in WRITE_MODES:
             raise InvalidInputError(f"write is {write!r}; allowed are {', '.join(WRITE_MODES)}")
@@ -67,6 +71,8 @@ class ControlPlane:
         self.memory = self.tiers[0] if arena else None
         self.record = record if record is not None else Recorder()
         self.index = ChunkIndex()
+        self._shared = dict(shared or {})
+        self._own = sum(1 << level for level in range(len(self.tiers)) if level not in self._shared)
         self._recompute_seconds, self._clock = recompute_seconds, clock
         slots = self.memory.capacity_bytes // layout.chunk_nbytes if self.memory is not None else 0
         self._free_slots = list(range(slots - 1, -1, -1))
@@ -80,16 +86,55 @@ class ControlPlane:
     # ---------------------------------------------------------------- lookup
 
     def lookup(self, chain: ChunkChain) -> int:
-        """Leading tokens that are resident now. Changes nothing, and hashes one chunk past the hit at most."""
-        return self._hit_chunks(chain) * self.layout.chunk_tokens
-
-    def _hit_chunks(self, chain: ChunkChain) -> int:
-        find, resident = self.index.find, self.index.resident
-        for number in range(len(chain)):
+        """Leading tokens that could be loaded now. Without a shared tier it hashes one chunk past the hit at most."""
+        find, resident, number = self.index.find, self.index.resident, 0
+        while number < len(chain):
             entry = find(chain[number].key)
-            if entry < 0 or not resident[entry]:
-                return number
-        return len(chain)
+            if entry >= 0 and resident[entry] & self._own:
+                number += 1
+            elif found := self._ask_shared(chain, number):
+                number += found
+            else:
+                break
+        return number * self.layout.chunk_tokens
+
+    def _ask_shared(self, chain: ChunkChain, first: int) -> int:
+        """How many chunks from `first` on a shared tier holds, as far as one question tells; takes note of them."""
+        for level, presence in self._shared.items():
+            chunks = [chain[n] for n in range(first, min(first + presence.batch, len(chain)))]
+            found = presence.leading([chunk.key for chunk in chunks])
+            if not found:
+                self._forget_shared(level, chunks)
+            if found := self._note_shared(level, chunks[:found]):
+                return found
+        return 0
+
+    def _forget_shared(self, level: int, chunks: Sequence[Chunk]) -> None:
+        """The first of these chunks is no longer in a shared tier; without it the rest is of no use, there or not."""
+        for chunk in chunks:
+            entry = self.index.find(chunk.key)
+            if entry >= 0 and self.index.resident[entry] >> level & 1:
+                self._leave(entry, level, "evicted elsewhere")
+
+    def _note_shared(self, level: int, chunks: Sequence[Chunk]) -> int:
+        """Index chunks that a shared tier holds; returns how many of them could be."""
+        tier, new = self.tiers[level], []
+        for number, chunk in enumerate(chunks):
+            entry = self.index.add_chunk(chunk)
+            self.index.use(entry)
+            if not self.index.resident[entry] >> level & 1 and entry not in tier:
+                self._make_room(level, tier.chunk_nbytes, [], chunk.key)
+                if tier.fits(tier.chunk_nbytes):
+                    tier.reserve(entry, tier.chunk_nbytes)
+                    self.index.set_resident(entry, level)
+                    new.append(entry)
+            reached = self.index.resident[entry]
+            self.index.unuse(entry)
+            if not reached:
+                chunks = chunks[:number]
+                break
+        self._settle(new, [level])
+        return len(chunks)
 
     def miss_reason(self, chunk: Chunk, after_miss: bool = False) -> str:
         """Why a chunk is not a hit, in the words of events and `explain`."""
@@ -248,6 +293,8 @@ class ControlPlane:
                 running.attempt, running.planned = max(running.attempt, done.attempt + 1), 0
             if rising:
                 self._take_back(entry, 0)
+            if done.reason in _BAD_BYTES and done.level in self._shared:
+                self._shared[done.level].forget(done.key)
             if done.reason in _BAD_BYTES and self.index.resident[entry] >> done.level & 1:
                 self.record("remove", tier=tier.name, chunk=chunk, reason=done.reason)
                 self._leave(entry, done.level, done.reason)
@@ -343,7 +390,7 @@ class ControlPlane:
             if victim in demoted:
                 orders.append(Write(chunk, self.index.slots[victim], level + 1))
                 self.record("demote", tier=self.tiers[level + 1].name, chunk=chunk)
-            if tier is not self.memory:
+            if tier is not self.memory and level not in self._shared:
                 orders.append(Erase(chunk.key, level))
             self._vacate(victim, level, "evicted")
             if not self.index.anywhere(victim):
@@ -353,6 +400,8 @@ class ControlPlane:
     def _confirm(self, entry: int, level: int) -> int:
         self.index.set_resident(entry, level)
         self._departed.pop(self.index.keys[entry], None)
+        if level in self._shared:
+            self._shared[level].note(self.index.keys[entry])
         return level
 
     def _drop(self, request: str, chunk: Chunk, reason: str) -> None:

@@ -24,26 +24,38 @@ from workbench.explain import Explanation, explain_chain
 from workbench.layout import Identity, KVLayout
 from workbench.orders import Done, Order, Store
 from workbench.tiers.base import Tier, TierIndex
+from workbench.tiers.presence import Presence
 from workbench.transfers import DataPlane
 from workbench.turns import Turns
 
 __all__ = ["CacheEngine", "EventFile", "build_control", "build_data"]
 
 
-def build_control(identity: Identity, config: CacheConfig, *, record: Recorder | None = None,
+def build_control(identity: Identity, config: CacheConfig, tiers: Sequence[Tier], *, record: Recorder | None = None,
                   recompute_seconds: Callable[[int, int], float] = lambda a, b: 0.0) -> ControlPlane:  # fmt: skip
-    """The control plane that a configuration describes. Takes over nothing yet: see `ControlPlane.adopt`."""
-    layout, tiers = identity.layout, []
-    if memory_slots(layout, config):
-        tiers.append(TierIndex("memory", 0, int(config.memory_bytes), chunk_nbytes=layout.chunk_nbytes,
-                               policy=config.policy))  # fmt: skip
-    for tier in build_tiers(identity, config):
+    """The control plane that a configuration describes. Takes over nothing yet: see `ControlPlane.adopt`.
+
+    Args:
+        identity: What the KV is.
+        config: Settings.
+        tiers: The tiers below memory, from `build_tiers`; asked about sizes, and shared ones about their contents.
+        record: Takes the events.
+        recompute_seconds: See `ControlPlane`.
+    """
+    layout, indexes, shared = identity.layout, [], {}
+    arena = bool(memory_slots(layout, config))
+    if arena:
+        indexes.append(TierIndex("memory", 0, int(config.memory_bytes), chunk_nbytes=layout.chunk_nbytes,
+                                 policy=config.policy))  # fmt: skip
+    for level, tier in enumerate(tiers, len(indexes)):
         nbytes = tier.nbytes_of(layout.chunk_nbytes, layout.chunk_tokens)
-        capacity = int(config.disk_bytes)
+        capacity, policy = int(getattr(config, f"{tier.name}_bytes")), getattr(config, f"{tier.name}_policy")
         if capacity < nbytes:
             raise InvalidInputError(f"{tier.name}_bytes is {capacity}; one chunk takes {nbytes} bytes there")
-        tiers.append(TierIndex(tier.name, len(tiers), capacity, chunk_nbytes=nbytes, policy=config.disk_policy))
-    return ControlPlane(layout, tiers, arena=bool(memory_slots(layout, config)), write=config.write, record=record,
+        indexes.append(TierIndex(tier.name, level, capacity, chunk_nbytes=nbytes, policy=policy))
+        if tier.shared:
+            shared[level] = Presence(tier)
+    return ControlPlane(layout, indexes, arena=arena, write=config.write, shared=shared, record=record,
                         recompute_seconds=recompute_seconds)  # fmt: skip
 
 
@@ -72,18 +84,37 @@ def memory_slots(layout: KVLayout, config: CacheConfig) -> int:
             f"memory_bytes is {int(config.memory_bytes)}; one chunk of {layout.chunk_tokens} tokens takes "
             f"{layout.chunk_nbytes} bytes. Give at least that, or 0 for no memory tier"
         )
-    if not slots and config.disk_path is None:
-        raise InvalidInputError("no tier: memory_bytes is 0 and there is no disk_path")
+    if not slots and not (config.disk_path or config.redis_url or config.object_store_url):
+        raise InvalidInputError("no tier: memory_bytes is 0 and there is no disk_path, redis_url or object_store_url")
     return slots
 
 
 def build_tiers(identity: Identity, config: CacheConfig) -> list[Tier]:
     """The tiers below memory, fastest first."""
-    if config.disk_path is None:
-        return []
-    from workbench.tiers.disk import DiskTier
+    tiers: list[Tier] = []
+    if config.disk_path is not None:
+        from workbench.tiers.disk import DiskTier
 
-    return [DiskTier(config.disk_path, identity=identity.digest, durable=config.disk_durable)]
+        tiers.append(DiskTier(config.disk_path, identity=identity.digest, durable=config.disk_durable))
+    if config.redis_url is not None:
+        from workbench.tiers.redis import RedisTier
+        from workbench.tiers.sealed import seal_from_environment
+
+        tiers.append(RedisTier(
+            config.redis_url, identity=identity.digest, password_file=config.redis_password_file,
+            ca_file=config.redis_ca_file, timeout_seconds=config.redis_timeout_seconds,
+            expire_seconds=config.redis_expire_seconds, seal=seal_from_environment(),
+        ))  # fmt: skip
+    if config.object_store_url is not None:
+        from workbench.tiers.object_store import ObjectStoreTier
+        from workbench.tiers.sealed import seal_from_environment
+
+        tiers.append(ObjectStoreTier(
+            config.object_store_url, identity=identity.digest, options=config.object_store_options,
+            client_options=config.object_store_client_options, timeout_seconds=config.object_store_timeout_seconds,
+            seal=seal_from_environment(),
+        ))  # fmt: skip
+    return tiers
 
 
 class EventFile:
@@ -154,7 +185,7 @@ class CacheEngine:
         self.record = record if record is not None else Recorder(sink=self._event_file)
         self.data = build_data(identity, self.config)  # first: it knows whether the machine has the memory
         try:
-            self.control = build_control(identity, self.config, record=self.record)
+            self.control = build_control(identity, self.config, self.data.tiers, record=self.record)
         except Exception:
             self.data.close()
             raise

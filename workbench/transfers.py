@@ -2,11 +2,12 @@
 
     Store   pages -> gather -> arena slot -> (queue) -> slower tiers
     Load    tier -> arena slot -> checked -> scatter -> pages
-    Write   arena slot -> slower tier, before the slot is used anew
+    Write   arena slot -> staging slot -> (queue) -> slower tier
     Erase   (queue, behind the writes)
 
-Gathers and scatters happen inside `run`, so no page is read or written after the caller took it back. Writes to slower
-tiers happen in one thread behind a queue; the control plane holds the arena slot until the write is reported, and a
+Gathers and scatters happen inside `run`, so no page is read or written after the caller took it back. Each slower tier
+has a thread and a bounded queue of its own, so that a slow one holds up neither the caller nor its neighbours; what
+finds the queue full is dropped and counted. The control plane holds the arena slot until the write is reported, and a
 slot that a queued write has still to read is not filled anew whatever the control plane says.
 """
 
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -61,7 +63,8 @@ class Arena:
         self.contents: list[Chunk | None] = [None] * len(self.chunks)  # None: empty, or being filled
         self.leaving = [0] * len(self.chunks)  # queued writes that will read each slot
         self.loading = range(slots + staging, slots + staging + loading)
-        self._staging = list(range(slots, slots + staging))
+        self._staging_slots = range(slots, slots + staging)
+        self._staging = list(self._staging_slots)
         self._lock = threading.Lock()
 
     def borrow(self) -> int:
@@ -70,14 +73,26 @@ class Arena:
             return self._staging.pop() if self._staging else STAGING
 
     def give_back(self, slot: int) -> None:
-        with self._lock:
-            self._staging.append(slot)
+        """Return a staging slot; a slot of the memory tier is none and stays where it is."""
+        if slot in self._staging_slots:
+            with self._lock:
+                self._staging.append(slot)
 
 
 def _free_memory_bytes() -> int:
     import psutil
 
     return psutil.virtual_memory().available
+
+
+class _Leaving(NamedTuple):
+    """A slot that a slower tier has still to read."""
+
+    key: bytes
+    slot: int
+    level: int
+    request: str
+    attempt: int
 
 
 class DataPlane:
@@ -109,15 +124,19 @@ class DataPlane:
         self._refused: set[bytes] = set()  # chunks whose store was refused in this run
         self._report: list[Done] = []
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._idle = threading.Condition(self._lock)
-        self._queued = 0
-        self._erasing = 0  # erasures in the queue
+        self._queues: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in self.tiers]
+        self._queued = [0] * len(self.tiers)
+        self._most_queued = max(staging_slots, memory_slots // 2)
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="kv-read") if tiers else None
-        self._writer = threading.Thread(target=self._write_loop, name="kv-write", daemon=True)
         self._closed = False
         self._abandoned = False  # closed with writes in the queue: they are not carried out any more
-        self._writer.start()
+        self._writers = [
+            threading.Thread(target=self._write_loop, args=(number,), name=f"kv-write-{tier.name}", daemon=True)
+            for number, tier in enumerate(self.tiers)
+        ]
+        for writer in self._writers:
+            writer.start()
 
     def attach(self, pages: PageTable) -> None:
         """The paged KV cache that gathers read and scatters fill."""
@@ -160,7 +179,7 @@ class DataPlane:
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until every queued write is done; False when the time ran out first."""
         with self._idle:
-            return self._idle.wait_for(lambda: self._queued == 0, timeout)
+            return self._idle.wait_for(lambda: not any(self._queued), timeout)
 
     def close(self, timeout: float = 5.0) -> None:
         """Finish the queued writes as far as the time allows and release everything; twice is fine."""
@@ -169,8 +188,10 @@ class DataPlane:
         self._closed = True
         deadline = time.monotonic() + timeout
         self._abandoned = not self.flush(timeout)
-        self._queue.put(None)
-        self._writer.join(max(0.1, deadline - time.monotonic()))
+        for waiting in self._queues:
+            waiting.put(None)
+        for writer in self._writers:
+            writer.join(max(0.1, deadline - time.monotonic()))
         if self._readers is not None:
             self._readers.shutdown(wait=False, cancel_futures=True)
         for tier in self.tiers:
@@ -185,13 +206,11 @@ class DataPlane:
             case Load():
                 self._run_loads(batch)
             case Write():
-                if self._erasing:
-                    self.flush()  # an erasure in the queue makes the room, or is of an older copy of the same chunk
                 for order in batch:
-                    self._write(order.chunk.key, order.slot, order.level, "", 0)
+                    self._demote(order)
             case Erase():
                 for order in batch:
-                    self._enqueue(order)
+                    self._enqueue(order.level, order)
 
     def _run_stores(self, orders: Sequence[Store]) -> None:
         wanted: list[tuple[Store, int]] = []
@@ -224,8 +243,41 @@ class DataPlane:
                 self._digests[order.chunk.key] = xxhash.xxh3_128_digest(self.arena.chunks[slot])
             if order.slot != STAGING:
                 self._done("store", order, 0, self.layout.chunk_nbytes, seconds, "")
-            if order.write_to:
-                self._enqueue((order, slot))
+            self._write_through(order, slot)
+
+    def _write_through(self, order: Store, slot: int) -> None:
+        """Queue a gathered chunk for slower tiers. One that lies in the arena can do without them; others are bounded
+        by the staging slots already."""
+        levels = [level for level in order.write_to if order.slot == STAGING or self._has_room(level)]
+        for level in order.write_to:
+            if level not in levels:
+                self._done("write", order, level, 0, 0.0, "queue full")
+        with self._lock:
+            self.arena.leaving[slot] += len(levels)  # all of them, before the first may be done
+        for level in levels:
+            self._enqueue(level, _Leaving(order.chunk.key, slot, level, order.request, order.attempt))
+
+    def _has_room(self, level: int) -> bool:
+        return self._queued[level - self.first_level] < self._most_queued
+
+    def _demote(self, order: Write) -> None:
+        """Copy a chunk aside, because its slot is about to be used anew, and queue it for the tier below."""
+        chunk, slot = self.arena.contents[order.slot], self.arena.borrow()
+        leaving = _Leaving(order.chunk.key, slot, order.level, "", 0)
+        if slot != STAGING and chunk is not None:
+            self.arena.chunks[slot] = self.arena.chunks[order.slot]
+            self.arena.contents[slot] = chunk
+            with self._lock:
+                self.arena.leaving[slot] += 1
+            self._enqueue(order.level, leaving)
+            return
+        if slot != STAGING:
+            self.arena.give_back(slot)
+        if self.tiers[order.level - self.first_level].shared:
+            self._done("write", leaving, order.level, 0, 0.0, "queue full")
+        else:  # a local tier is worth the wait: the last copy of a chunk is at stake
+            self.flush()
+            self._write(leaving._replace(slot=order.slot))
 
     def _gather(self, wanted: Sequence[tuple[Store, int]]) -> str:
         for _, slot in wanted:
@@ -322,32 +374,32 @@ class DataPlane:
         self._tainted[order.request] = max(order.attempt, self._tainted.get(order.request, -1))
         self.bad_blocks.update(block for block in order.blocks if block >= 0)
 
-    # ---------------------------------------------------------------- the writing thread
+    # ---------------------------------------------------------------- the writing threads
 
-    def _enqueue(self, work: Erase | tuple[Store, int]) -> None:
-        self._count_queued(work, 1)
-        self._queue.put(work)
-
-    def _count_queued(self, work: Erase | tuple[Store, int], change: int) -> None:
+    def _enqueue(self, level: int, work: "Erase | _Leaving") -> None:
+        number = level - self.first_level
         with self._idle:
-            self._queued += change
-            if isinstance(work, Erase):
-                self._erasing += change
-            else:
-                self.arena.leaving[work[1]] += change
-            self._idle.notify_all()
+            self._queued[number] += 1
+        self._queues[number].put(work)
 
-    def _write_loop(self) -> None:
-        while (work := self._queue.get()) is not None:
+    def _write_loop(self, number: int) -> None:
+        while (work := self._queues[number].get()) is not None:
             if isinstance(work, Erase):
                 self._erase(work)
             else:
-                order, slot = work
-                for level in order.write_to:
-                    self._write(order.chunk.key, slot, level, order.request, order.attempt)
-                if order.slot == STAGING:
-                    self.arena.give_back(slot)
-            self._count_queued(work, -1)
+                self._write(work)
+                self._left(work.slot)
+            with self._idle:
+                self._queued[number] -= 1
+                self._idle.notify_all()
+
+    def _left(self, slot: int) -> None:
+        """One tier less has to read a slot; after the last one a staging slot is free again."""
+        with self._lock:
+            self.arena.leaving[slot] -= 1
+            last = not self.arena.leaving[slot]
+        if last:
+            self.arena.give_back(slot)
 
     def _erase(self, order: Erase) -> None:
         tier = self.tiers[order.level - self.first_level]
@@ -357,19 +409,17 @@ class DataPlane:
         except Exception:  # a tier breaks its promise; the thread must live on
             logger.exception("tier %s raised while erasing", tier.name)
 
-    def _write(self, key: bytes, slot: int, level: int, request: str, attempt: int) -> None:
+    def _write(self, work: "_Leaving") -> None:
         """Copy a slot into a slower tier, if it still holds the chunk that it should."""
         start, nbytes = time.perf_counter(), 0
-        chunk, tier = self.arena.contents[slot], self.tiers[level - self.first_level]
-        if chunk is None or chunk.key != key:
+        chunk, tier = self.arena.contents[work.slot], self.tiers[work.level - self.first_level]
+        if chunk is None or chunk.key != work.key:
             reason = "slot lost"
         elif self._abandoned:
             reason = "closed"
         else:
-            reason, nbytes = self._write_to(tier, chunk, self.arena.chunks[slot].reshape(-1))
-        done = Done("write", request, attempt, key, level, nbytes, time.perf_counter() - start, reason)
-        with self._lock:
-            self._report.append(done)
+            reason, nbytes = self._write_to(tier, chunk, self.arena.chunks[work.slot].reshape(-1))
+        self._done("write", work, work.level, nbytes, time.perf_counter() - start, reason)
 
     def _write_to(self, tier: Tier, chunk: Chunk, payload: np.ndarray) -> tuple[str, int]:
         try:
@@ -381,8 +431,10 @@ class DataPlane:
             self._digests.pop(chunk.key, None)  # what lies there was stored by somebody else, maybe on other hardware
         return reason, nbytes
 
-    def _done(self, kind: str, order: Store | Load, level: int, nbytes: int, seconds: float, reason: str) -> None:
-        done = Done(kind, order.request, order.attempt, order.chunk.key, level, nbytes, seconds, reason)
+    def _done(self, kind: str, what: "Store | Load | _Leaving", level: int, nbytes: int, seconds: float,
+              reason: str) -> None:  # fmt: skip
+        key = what.key if isinstance(what, _Leaving) else what.chunk.key
+        done = Done(kind, what.request, what.attempt, key, level, nbytes, seconds, reason)
         with self._lock:
             self._report.append(done)
 

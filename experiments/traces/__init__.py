@@ -7,7 +7,14 @@ trace = zipf(objects=100_000, accesses=1_000_000)
 
 from experiments.traces.exports import to_oracle_general, write_trace
 from experiments.traces.generators import agent, chat, rag, zipf
-from experiments.traces.readers import TRACE_FORMATS, data_folders, known_traces, load_trace, trace_from_frame
+from experiments.traces.readers import (
+    TRACE_FORMATS,
+    data_folders,
+    find_trace,
+    known_traces,
+    load_trace,
+    trace_from_frame,
+)
 from experiments.traces.trace import Trace
 
 __all__ = [
@@ -16,6 +23,7 @@ __all__ = [
     "agent",
     "chat",
     "data_folders",
+    "find_trace",
     "known_traces",
     "load_trace",
     "rag",

@@ -22,7 +22,15 @@ from experiments.traces.trace import Trace
 from experiments.traces.tree import densify
 from workbench.errors import InvalidInputError, UnknownNameError
 
-__all__ = ["TRACE_FORMATS", "Tokenize", "data_folders", "known_traces", "load_trace", "trace_from_frame"]
+__all__ = [
+    "TRACE_FORMATS",
+    "Tokenize",
+    "data_folders",
+    "find_trace",
+    "known_traces",
+    "load_trace",
+    "trace_from_frame",
+]
 
 SESSION_GAP_SECONDS = 60.0  # kv-cache-tester sessions carry no start time: session k starts at 60 k seconds
 ORACLE_RECORD = np.dtype([("clock", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
@@ -85,7 +93,7 @@ def load_trace(
     Raises:
         InvalidInputError: No such file, an empty one, a broken archive, or a bad row, named.
     """
-    path, known = _find(source)
+    path, known = find_trace(source)
     name = str(source) if known else path.name.split(".")[0]
     chosen = format or (known.format if known else _guess(path))
     if chosen not in TRACE_FORMATS:
@@ -492,7 +500,12 @@ def densify_any(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # Files.
 
 
-def _find(source: str | Path) -> tuple[Path, Known | None]:
+def find_trace(source: str | Path) -> tuple[Path, Known | None]:
+    """The file of a trace, and what is known of it if it was named and not given as a path.
+
+    Raises:
+        InvalidInputError: No such file, or a known trace that is on none of the data folders.
+    """
     path = Path(source)
     if path.exists():
         return path, None

@@ -32,7 +32,7 @@ from workbench.chunks import ChunkChain
 from workbench.config import CacheConfig
 from workbench.connectors.vllm_identity import identity_of, scope_of
 from workbench.connectors.vllm_metrics import TransferMetrics, TransferStats
-from workbench.engine import EventFile, build_control, build_data
+from workbench.engine import EventFile, build_control, build_data, build_tiers
 from workbench.errors import EngineRunningError
 from workbench.events import Recorder
 from workbench.orders import Done, Order
@@ -112,7 +112,8 @@ class _Scheduler:
         self.identity = identity_of(vllm_config, kv_cache_config, config.chunk_tokens)
         self.config = config
         self.sink = EventFile(config.events_path) if config.events_path else None
-        self.control = build_control(self.identity, config, record=Recorder(sink=self.sink))
+        self.tiers = build_tiers(self.identity, config)  # to find what they hold; the bytes are the workers' business
+        self.control = build_control(self.identity, config, self.tiers, record=Recorder(sink=self.sink))
         self.orders = StepOrders()
         self._quorum = Quorum(vllm_config.parallel_config.world_size)
         self._block_size = self.identity.layout.block_size
@@ -120,15 +121,8 @@ class _Scheduler:
         self._requests: dict[str, Any] = {}
         self._blocks: dict[str, list[int]] = {}
         self._matched: dict[str, tuple[int, int]] = {}  # request -> (tokens vLLM has, tokens to load)
-        self._adopt()
-
-    def _adopt(self) -> None:
-        from workbench.engine import build_tiers
-
-        first = 1 if self.control.memory is not None else 0
-        for level, tier in enumerate(build_tiers(self.identity, self.config), first):
+        for level, tier in enumerate(self.tiers, len(self.control.tiers) - len(self.tiers)):
             self.orders.stores += self.control.adopt(level, tier.scan())
-            tier.close()
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int:
         """Tokens to load after the local ones: whole blocks, and at least one token is left to compute."""
@@ -208,6 +202,8 @@ class _Scheduler:
         return chain
 
     def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
         if self.sink is not None:
             self.sink.close()
             self.sink = self.control.record.sink = None

@@ -188,9 +188,7 @@ def _set_scalars(self: Any, **scalars: float) -> None:
 def _as_declared(form: PolicyForm, name: str, value: Any) -> int | float:
     wanted = float if isinstance(form.scalars[name], float) else int
     if not isinstance(value, int | float) or math.isnan(value) or (wanted is int and value != int(value)):
-        raise InvalidInputError(
-            f"{name} of policy {form.name} must be a number of type {wanted.__name__}, got {value!r}"
-        )
+        raise InvalidInputError(f"{name} of policy {form.name} must be of type {wanted.__name__}, got {value!r}")
     return wanted(value)
 
 

@@ -7,7 +7,7 @@ inserts are kept as a batch and told to the policy when the next request begins,
 with what the policy knew when the request began. Thread safety is the caller's, as for the tier itself.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +21,7 @@ __all__ = ["LivePolicy", "TouchOrder"]
 
 TouchOrder = Literal["tail_first", "head_first"]
 BROKEN = -2
+NEW = 3  # in the tier, the policy has not heard of it; of _order.py
 NEXT, TAKE, SET_ASIDE, PUT_BACK, WITHDRAW, UNPIN = range(6)  # of act() in _order.py
 FIRST_CHUNKS = 256  # records allocated at first; they double on demand
 
@@ -82,15 +83,37 @@ class LivePolicy:
             now: Seconds on a clock that never goes back, for durations.
         """
         self.settle()
+        self.start(request, now)
+
+    def start(self, request: int, now: float) -> None:
+        """Set the request number and the time alone; what is untold stays so. For engines with requests in parallel."""
         self._state.put_scalar("request", request)
         self._state.put_scalar("now", now)
 
     def settle(self) -> None:
         """Tell the policy now what begin() of the next request would tell it."""
+        self._tell(self._batch)
+        self._batch = []
+
+    def tell(self, chunks: Sequence[int], *, inserted: Collection[int] = ()) -> None:
+        """Tell the policy now of one finished request's chunks, whatever other requests have open.
+
+        Args:
+            chunks: In prefix order. Those that the policy has not heard of count as inserts, the others as hits.
+            inserted: Of these, the ones that the request itself inserted: no hits, even if they were told already.
+        """
+        slots = [self._slot[c] for c in chunks if self._is_new(c) or c not in inserted]
+        told = set(slots)
+        self._batch = [slot for slot in self._batch if slot not in told]
+        self._tell(slots)
+
+    def _is_new(self, c: int) -> bool:
+        return self._state.get(self._slot[c], "_state") == NEW
+
+    def _tell(self, slots: list[int]) -> None:
         state = self._state
-        touched = np.array(self._batch, np.int64) if state.built.compiled else list(self._batch)
+        touched = np.array(slots, np.int64) if state.built.compiled else slots
         state.module.settle(state.s, state.r, state.t, touched, 0, len(touched), self.touch_order == "tail_first")
-        self._batch.clear()
 
     def insert(self, c: int, *, parent: int = -1, key: Hashable = None, **about: float) -> None:
         """Chunk c is now in the tier.
@@ -190,6 +213,11 @@ class LivePolicy:
         parent = state.get(slot, "parent")
         self._release(slot)
         self._release(parent)
+
+    @property
+    def pinned(self) -> int:
+        """Chunks with at least one pin."""
+        return len(self._pins)
 
     def children(self, c: int) -> int:
         """Resident chunks right below chunk c."""

@@ -4,7 +4,7 @@ A new medium is one file with one `Tier`: read, write, erase, scan. Capacity, pi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ class Tier(ABC):
     """
 
     name = "tier"
+    shared = False  # other engines, which do not tell each other, store here and remove from here too
 
     @abstractmethod
     def read(self, chunk: Chunk, out: np.ndarray) -> str:
@@ -51,6 +52,13 @@ class Tier(ABC):
     @abstractmethod
     def erase(self, key: bytes) -> None:
         """Remove a chunk if it is there."""
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of the keys are here now, in one exchange with the medium and within its time-out; asked of shared tiers.
+
+        A "yes" nominates, as everywhere: the bytes are checked when they are read.
+        """
+        return [False] * len(keys)
 
     def nbytes_of(self, payload_nbytes: int, tokens: int) -> int:
         """Bytes that a payload takes on the medium, headers included."""

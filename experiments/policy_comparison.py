@@ -1,0 +1,353 @@
+"""A policy beside others on the same traces: hit-rate curves, point by point, and a verdict with its uncertainty.
+
+    policy -> check_policy -> replay of each (capacity, policy, trace) -> frame -> figure, verdict
+
+Traces of several seeds, or contiguous parts of one recorded trace, say how far a difference can be trusted. Every
+figure here is simulated. The replay is the prefix semantics of the live engine, touched tail first as vLLM does.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import plotly.graph_objects as go
+import polars as pl
+
+from experiments.intervals import Interval, mean_interval
+from experiments.plots._style import PALETTE, REFERENCE_COLOR, label_text, new_figure, no_data_figure
+from experiments.replay import replay
+from experiments.traces import Trace, agent, chat, known_traces, load_trace, rag
+from workbench.errors import CacheError, InvalidInputError, UnknownNameError
+from workbench.policies import resolve_policy
+from workbench.policies.base import form_of
+from workbench.testing import check_policy
+
+__all__ = ["CEILING", "GENERATED_TRACES", "OPTIMUM", "BrokenPolicy", "PolicyComparison", "available_traces", "plot_curves"]
+
+GENERATED_TRACES: dict[str, Callable[..., Trace]] = {"chat": chat, "rag": rag, "agent": agent}
+CEILING, OPTIMUM = "unlimited cache", "knows the future"
+_PARTS = 20  # contiguous parts of a recorded trace
+_STYLES = (
+    (PALETTE[5], "square", "dash"), (PALETTE[3], "diamond", "dot"), (PALETTE[7], "triangle-up", "dashdot"),
+    (PALETTE[1], "cross", "longdash"), (PALETTE[2], "x", "longdashdot"), (PALETTE[8], "star", "dash"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BrokenPolicy:
+    """A policy that does not keep its contract, for people.
+
+    Args:
+        name: Of the class.
+        what: The promise that broke, with the victim.
+        where: Capacity and seed of the walk or replay in which it broke.
+        trace: The traceback, "" if the policy's own code did not raise.
+    """
+
+    name: str
+    what: str
+    where: str
+    trace: str = ""
+
+    CONTRACT = (
+        "evict() returns one chunk that was inserted and has not left since; what was inserted comes out exactly once; "
+        "compiled or plain, the class names the same victims."
+    )
+
+    def __str__(self) -> str:
+        return f"{self.name} breaks the contract of a policy ({self.where}): {self.what}\nThe contract: {self.CONTRACT}"
+
+
+class PolicyComparison:
+    """One policy beside others; `steps` does the work, and everything else reads what it has found so far.
+
+    Args:
+        policy: A class decorated with @policy, an instance or a name.
+        rivals: Policies to compare with; the verdict is against the first.
+        trace: "chat", "rag" or "agent" are generated; other names, paths and traces as `load_trace` takes them.
+        seeds: How many traces are generated.
+        capacities: How many capacities, from a hundredth to half of all the chunks there are.
+        bytes_per_token: Of KV, for the axis; 128 KiB is Llama-3.1-8B in bfloat16.
+    """
+
+    def __init__(self, policy: Any, *, rivals: Sequence[Any] = ("lru", "arc", "s3fifo"), trace: str | Trace = "chat",
+                 seeds: int = 5, capacities: int = 7, bytes_per_token: int = 131072):  # fmt: skip
+        if not rivals or seeds < 1 or capacities < 1 or bytes_per_token < 1:
+            raise InvalidInputError("a comparison needs at least 1 rival, 1 seed, 1 capacity and 1 byte a token")
+        self.policy = resolve_policy(policy)
+        self.rivals = {_label(spec): resolve_policy(spec) for spec in rivals}
+        self.trace, self.seeds, self.capacities, self.bytes_per_token = trace, seeds, capacities, bytes_per_token
+        self.name = form_of(self.policy).name
+        if self.name in self.rivals:
+            raise InvalidInputError(f"{self.name} cannot be compared with itself; rivals are {', '.join(self.rivals)}")
+        self.broken: BrokenPolicy | None = None
+        self._rows: list[dict[str, Any]] = []
+
+    # ---------------------------------------------------------------- the work
+
+    @cached_property
+    def traces(self) -> list[Trace]:
+        """The traces, with ids that name prefixes: one for each seed, or the one that was given."""
+        if isinstance(self.trace, str) and self.trace in GENERATED_TRACES:
+            return [GENERATED_TRACES[self.trace](seed=seed).as_prefixes() for seed in range(self.seeds)]
+        trace = self.trace if isinstance(self.trace, Trace) else load_trace(_known(self.trace))
+        return [trace.as_prefixes()]
+
+    @cached_property
+    def capacities_chunks(self) -> list[int]:
+        """Capacities in chunks, the same for every trace."""
+        distinct = self.traces[0].distinct
+        found = np.geomspace(max(2, distinct / 100), max(3, distinct / 2), self.capacities)
+        return sorted({int(capacity) for capacity in found})
+
+    @property
+    def total(self) -> int:
+        """Points in all."""
+        return len(self.capacities_chunks) * (len(self._orders()) + 1)
+
+    @property
+    def done(self) -> int:
+        """Points found so far."""
+        return self.frame().select("policy", "capacity_chunks").n_unique()
+
+    def check(self) -> bool:
+        """Hold the policy to its contract; what breaks is kept in `broken`."""
+        try:
+            check_policy(self.policy)
+        except AssertionError as error:
+            self.broken = BrokenPolicy(self.name, str(error), "capacity 24 chunks, random requests, seed 0")
+        except CacheError as error:
+            self.broken = BrokenPolicy(self.name, str(error), "capacity 24 chunks, random requests, seed 0")
+        except Exception as error:  # the reader's own code: whatever it raises is shown, not swallowed
+            self.broken = BrokenPolicy(self.name, f"{type(error).__name__}: {error}", "capacity 24 chunks, seed 0",
+                                       traceback.format_exc(limit=-4))  # fmt: skip
+        return self.broken is None
+
+    def steps(self) -> Iterator[tuple[str, int]]:
+        """Find every point; yields (policy, capacity) after each, so that a caller can draw or stop there."""
+        if not self.check():
+            return
+        self._rows.clear()
+        for capacity in self.capacities_chunks:
+            yield self._ceiling(capacity)
+            for label, policy in self._orders().items():
+                for number, trace in enumerate(self.traces):
+                    try:
+                        self._rows += self._measure(label, policy, capacity, number, trace)
+                    except CacheError as error:
+                        self.broken = BrokenPolicy(label, str(error), f"capacity {capacity} chunks, seed {number}")
+                        return
+                yield label, capacity
+
+    def run(self) -> "PolicyComparison":
+        """Find every point now."""
+        for _ in self.steps():
+            pass
+        return self
+
+    def _orders(self) -> dict[str, Any]:
+        return {self.name: self.policy, **self.rivals, OPTIMUM: resolve_policy("optimal")}
+
+    def _ceiling(self, capacity: int) -> tuple[str, int]:
+        for number, rate in enumerate(self._unlimited):
+            self._rows.append(self._row(CEILING, capacity, number, rate, None, None))
+        return CEILING, capacity
+
+    @cached_property
+    def _unlimited(self) -> list[float]:
+        return [replay(t, "lru", capacity_chunks=t.distinct + int(t.lengths.max())).hit_rate for t in self.traces]
+
+    def _measure(self, label: str, policy: Any, capacity: int, number: int, trace: Trace) -> list[dict[str, Any]]:
+        result = replay(trace, policy, capacity_chunks=capacity)
+        orphaned = self._orphaned(policy, capacity, trace) if label == self.name else None
+        found = result.hit_tokens
+        if len(self.traces) > 1:
+            return [self._row(label, capacity, number, result.hit_rate, orphaned, None)]
+        parts = np.array_split(np.arange(trace.requests), min(_PARTS, trace.requests))
+        asked = trace.input_tokens
+        return [
+            self._row(label, capacity, number, float(found[p].sum() / max(1, asked[p].sum())), orphaned,
+                      int(asked[p].sum()))
+            for number, p in enumerate(parts)
+        ]  # fmt: skip
+
+    def _orphaned(self, policy: Any, capacity: int, trace: Trace) -> float:
+        """Share of found chunks behind a missing one, if nothing kept a parent from going before its child."""
+        loose = replay(trace, policy, capacity_chunks=capacity, semantics="object")
+        return 1.0 - float(loose.leading_chunks.sum()) / max(1, int(loose.hit_chunks.sum()))
+
+    def _row(self, policy: str, capacity: int, sample: int, rate: float, orphaned: float | None,
+             weight: int | None) -> dict[str, Any]:  # fmt: skip
+        nbytes = capacity * self.traces[0].block_tokens * self.bytes_per_token
+        return {"policy": policy, "capacity_chunks": capacity, "capacity_gib": nbytes / 2**30, "sample": sample,
+                "hit_rate": rate, "orphaned_share": orphaned, "tokens": weight}  # fmt: skip
+
+    # ---------------------------------------------------------------- what was found
+
+    @property
+    def samples_are(self) -> str:
+        """What n counts."""
+        return "seeds" if len(self.traces) > 1 else "parts of one trace"
+
+    def frame(self) -> pl.DataFrame:
+        """policy, capacity_chunks, capacity_gib, sample, hit_rate (by tokens), orphaned_share, tokens."""
+        return pl.DataFrame(self._rows, schema=_SCHEMA)
+
+    def table(self) -> pl.DataFrame:
+        """Hit rate in per cent, a row a policy and a column a capacity."""
+        points = curve_data(self.frame()).with_columns(
+            capacity=pl.format("{} GiB", pl.col("capacity_gib").round_sig_figs(3)), percent=(100 * pl.col("hit_rate")).round(1)
+        )  # fmt: skip
+        return points.pivot("capacity", index="policy", values="percent")
+
+    def difference(self, rival: str | None = None) -> Interval:
+        """Points of hit rate that the policy is ahead, mean over the capacities that both have, over samples."""
+        return mean_interval(self._differences(rival or next(iter(self.rivals)))["ahead"].to_numpy())
+
+    def verdict(self) -> str:
+        """One sentence: how far ahead or behind the first rival, how sure, and where most."""
+        rival = next(iter(self.rivals))
+        if self.broken:
+            return str(self.broken)
+        ahead = self._differences(rival)
+        if ahead.is_empty():
+            return "no data yet"
+        interval = self.difference(rival)
+        points = self._by_capacity(rival)
+        best, worst = points.sort("ahead").row(-1, named=True), points.sort("ahead").row(0, named=True)
+        spread = "" if interval.n < 2 else f" (95 % interval {interval.low:+.1f} to {interval.high:+.1f})"
+        return (
+            f"{self.name} against {rival} on {self.traces[0].name}: {interval.mean:+.1f} points of hit rate{spread}, "
+            f"mean over {points.height} capacities, n = {interval.n} {self.samples_are}. "
+            f"Best {best['ahead']:+.1f} at {best['capacity_gib']:.3g} GiB, "
+            f"worst {worst['ahead']:+.1f} at {worst['capacity_gib']:.3g} GiB. {_meaning(interval)}"
+        )
+
+    def orphaned_share(self) -> float | None:
+        """The greatest share of found chunks that lie behind a missing one; None before there is a point."""
+        return self.frame()["orphaned_share"].max()  # type: ignore[return-value]
+
+    def figure(self, *, template: str = "light") -> go.Figure:
+        """The curves found so far."""
+        return plot_curves(curve_data(self.frame()), own=self.name, title=f"Hit rate on {self.traces[0].name}",
+                           samples_are=self.samples_are, bytes_per_token=self.bytes_per_token,
+                           template=template)  # fmt: skip
+
+    def _paired(self, rival: str) -> pl.DataFrame:
+        keys = ["capacity_chunks", "capacity_gib", "sample"]
+        found = self.frame()
+        own, other = (found.filter(pl.col("policy") == name).select(*keys, "hit_rate") for name in (self.name, rival))
+        return own.join(other, on=keys, suffix="_rival").with_columns(
+            ahead=100 * (pl.col("hit_rate") - pl.col("hit_rate_rival"))
+        )
+
+    def _differences(self, rival: str) -> pl.DataFrame:
+        return self._paired(rival).group_by("sample", maintain_order=True).agg(pl.col("ahead").mean())
+
+    def _by_capacity(self, rival: str) -> pl.DataFrame:
+        return self._paired(rival).group_by("capacity_gib", maintain_order=True).agg(pl.col("ahead").mean())
+
+
+_SCHEMA = {"policy": pl.String, "capacity_chunks": pl.Int64, "capacity_gib": pl.Float64, "sample": pl.Int64,
+           "hit_rate": pl.Float64, "orphaned_share": pl.Float64, "tokens": pl.Int64}  # fmt: skip
+
+
+def available_traces() -> list[str]:
+    """The generated traces, then the recorded ones that are found on the data path."""
+    return [*GENERATED_TRACES, *(name for name in known_traces() if _is_there(name))]
+
+
+def curve_data(frame: pl.DataFrame) -> pl.DataFrame:
+    """The mean and 95 % interval of the hit rate for each policy and capacity."""
+    rows = []
+    for (name, chunks, gib), group in frame.group_by("policy", "capacity_chunks", "capacity_gib", maintain_order=True):
+        weights = group["tokens"].fill_null(1).to_numpy()
+        rates = group["hit_rate"].to_numpy()
+        interval = mean_interval(rates)
+        half = interval.high - interval.mean if interval.n > 1 else None
+        rows.append((name, chunks, gib, float(np.average(rates, weights=weights)), half, interval.n))
+    names = ["policy", "capacity_chunks", "capacity_gib", "hit_rate", "half_interval", "n"]
+    types = [pl.String, pl.Int64, pl.Float64, pl.Float64, pl.Float64, pl.Int64]
+    return pl.DataFrame(rows, schema=dict(zip(names, types, strict=True)), orient="row")
+
+
+def plot_curves(data: pl.DataFrame, *, own: str, title: str, samples_are: str = "seeds", bytes_per_token: int = 131072,
+                template: str = "light") -> go.Figure:  # fmt: skip
+    """Hit rate against capacity, a line a policy; the bars are 95 % intervals over samples.
+
+    Args:
+        data: From `curve_data`.
+        own: The policy to stress.
+        title: Of the plot.
+        samples_are: What n counts.
+        bytes_per_token: What the axis assumes.
+        template: "light" or "dark".
+    """
+    if data.is_empty():
+        return no_data_figure(title, "no point has been computed yet", template=template, badge="simulated")
+    n = data["n"].max()
+    figure = new_figure(title, f"simulated · n = {n} {samples_are} · bars: 95 % interval · touched tail first",
+                        template=template, height=440)  # fmt: skip
+    rivals = [name for name in data["policy"].unique(maintain_order=True) if name not in (own, CEILING, OPTIMUM)]
+    styles = {name: _STYLES[number % len(_STYLES)] for number, name in enumerate(rivals)}
+    styles |= {own: (PALETTE[6], "circle", "solid"), OPTIMUM: (REFERENCE_COLOR, "circle-open", "dot"),
+               CEILING: (REFERENCE_COLOR, "line-ew", "dash")}  # fmt: skip
+    for (name,), group in data.group_by("policy", maintain_order=True):
+        _add_line(figure, str(name), group, styles[str(name)], own=own)
+    kib = bytes_per_token / 1024
+    figure.update_xaxes(title=f"capacity (GiB, at {kib:g} KiB a token)", type="log", **_doubling(data["capacity_gib"]))
+    figure.update_yaxes(title="hit rate by tokens (%)", range=[0, 100])
+    figure.update_layout(margin_b=70, hovermode="closest")
+    return figure
+
+
+def _add_line(figure: go.Figure, name: str, group: pl.DataFrame, style: tuple[str, str, str], *, own: str) -> None:
+    color, symbol, dash = style
+    rates, bare = [100 * rate for rate in group["hit_rate"]], name in (CEILING, OPTIMUM)
+    halves = [100 * (half or 0.0) for half in group["half_interval"]]
+    hover = [
+        f"<b>{label_text(name)}</b><br>{gib:.3g} GiB = {chunks:,} chunks<br>hit rate {rate:.1f} % ± {half:.1f}, n = {n}"
+        for gib, chunks, rate, half, n in zip(group["capacity_gib"], group["capacity_chunks"], rates, halves, group["n"],
+                                              strict=True)
+    ]  # fmt: skip
+    figure.add_scatter(
+        x=group["capacity_gib"].to_list(), y=rates, name=label_text(name), mode="lines" if name == CEILING else "lines+markers",
+        line={"color": color, "dash": dash, "width": 3.5 if name == own else 2},
+        marker={"symbol": symbol, "size": 10 if name == own else 8, "color": color},
+        error_y=None if bare else {"array": halves, "color": color, "thickness": 1.2, "width": 3},
+        hovertext=hover, hoverinfo="text",
+    )  # fmt: skip
+
+
+def _doubling(capacities: pl.Series) -> dict[str, Any]:
+    """Ticks at powers of two around the capacities."""
+    low, high = np.floor(np.log2(capacities.min())), np.ceil(np.log2(capacities.max()))
+    ticks = [2.0**power for power in np.arange(low, high + 1)]
+    return {"tickvals": ticks, "ticktext": [f"{tick:.3g}" for tick in ticks]}
+
+
+def _meaning(interval: Interval) -> str:
+    if interval.n < 2:
+        return "One sample says nothing about chance."
+    if not interval.excludes_zero:
+        return "The interval holds zero: no difference is shown."
+    return "The interval excludes zero."
+
+
+def _label(spec: Any) -> str:
+    return spec if isinstance(spec, str) else form_of(spec).name
+
+
+def _known(name: str) -> str:
+    if "/" in name or "." in name or name in known_traces():
+        return name
+    raise UnknownNameError("trace", name, [*GENERATED_TRACES, *known_traces()])
+
+
+def _is_there(name: str) -> bool:
+    from experiments.traces.readers import KNOWN, data_folders
+
+    return any((folder / KNOWN[name].path).exists() for folder in data_folders())

@@ -1,0 +1,432 @@
+"""What a codec does to a real model: the prefix goes through the codec, and the model goes on from it.
+
+    text -> prefill of a prefix -> its KV in pages, chunk by chunk -> encode -> decode -> the next tokens scored on it
+
+    python -m experiments.quality [--codecs int8 "ecsq(step=0.3)"] [--model smollm2] [--out quality.json]
+
+Compared with the same tokens scored on the uncompressed bfloat16 prefix: KL divergence of the next-token
+distributions (the figure to trust), change in negative log-likelihood with a 95 % interval, agreement of the top
+token, where greedy continuations part, and recall of a needle. Sizes are the bytes really stored, headers included;
+seconds are CPU time of one thread. The model computes in float32, so that nothing but the codec rounds.
+"""
+
+import argparse
+import functools
+import json
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.models import resolve_model
+from kernels.floats import decode16, encode16
+from kernels.threads import thread_limit
+from workbench.codecs import Codec, codec_names, resolve_codec
+from workbench.layout import KVLayout
+
+__all__ = ["CodecQuality", "StudyModel", "measure_quality", "plot_quality", "quality_data", "sample_texts", "spread"]
+
+DEFAULT_CODECS = [
+    *(name for name in codec_names() if name != "raw"),
+    "int8(keys='token')",
+    "int4(group=32)",
+    "kivi(bits=2)",
+    "rotated(bits=3)",
+    "turboquant(bits=3)",
+    "ecsq(step=0.25)",
+    "ecsq(step=0.6)",
+    "cachegen(key_bins=(64, 32, 32), value_bins=(64, 32, 32))",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CodecQuality:
+    """One codec on one model, over all texts.
+
+    Attributes:
+        bits_per_value: Stored bits of a key or value element.
+        size_fraction: Stored bytes over bfloat16 bytes; its inverse is the compression.
+        key_error, value_error: Relative L2 error.
+        kl: Mean KL divergence from the uncompressed prefix's next-token distribution, nats.
+        kl_by_position: The same in quarters of the scored tokens.
+        nll_change, nll_interval: Change in negative log-likelihood, nats a token, and half its 95 % interval.
+        top1_agreement: Share of scored tokens at which both have the same most likely next token.
+        greedy_tokens: Mean tokens until greedy continuations part; the length asked for if they never do.
+        needle_recall: Share of needles repeated from the compressed prefix, of those repeated from the uncompressed.
+        encode_seconds, decode_seconds: Thread CPU seconds of all chunks.
+        source_nbytes: bfloat16 bytes that went through the codec.
+        key_error_by_layer, value_error_by_layer: Relative L2 error of each layer.
+    """
+
+    codec: str
+    bits_per_value: float
+    size_fraction: float
+    key_error: float
+    value_error: float
+    kl: float
+    kl_by_position: list[float]
+    nll_change: float
+    nll_interval: float
+    top1_agreement: float
+    greedy_tokens: float | None
+    needle_recall: float | None
+    encode_seconds: float
+    decode_seconds: float
+    source_nbytes: int
+    key_error_by_layer: list[float] = field(repr=False)
+    value_error_by_layer: list[float] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Tokens, and the KV of the first of them, float32 (layers, heads, tokens, head size), on the bfloat16 grid."""
+
+    tokens: list[int]
+    keys: np.ndarray
+    values: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return self.keys.shape[2]
+
+
+class StudyModel:
+    """A causal language model that takes KV as arrays.
+
+    Args:
+        spec: See `experiments.models.resolve_model`.
+    """
+
+    def __init__(self, spec: str = "smollm2"):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.source = resolve_model(spec)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.source.path)
+        self.model = AutoModelForCausalLM.from_pretrained(self.source.path, dtype=torch.float32).eval()
+
+    def prefix(self, tokens: Sequence[int], num_tokens: int) -> Prefix:
+        """Prefill the first `num_tokens`; its KV is rounded to bfloat16, as a serving engine would hold it."""
+        import torch
+
+        with torch.no_grad():
+            cache = self.model(torch.tensor([list(tokens[:num_tokens])]), use_cache=True).past_key_values
+        parts = [np.stack([getattr(layer, name)[0].numpy() for layer in cache.layers]) for name in ("keys", "values")]
+        return Prefix(list(tokens), *(decode16(encode16(part, "bfloat16"), "bfloat16") for part in parts))
+
+    def continuation(self, prefix: Prefix, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Log-probabilities (tokens, vocabulary), float32, of what follows each token after the prefix."""
+        import torch
+
+        inputs = torch.tensor([prefix.tokens[prefix.num_tokens : -1]])
+        with torch.no_grad():
+            logits = self.model(inputs, past_key_values=self._cache(keys, values), use_cache=True).logits[0]
+            return torch.log_softmax(logits.float(), -1).numpy()
+
+    def greedy(self, prefix: Prefix, keys: np.ndarray, values: np.ndarray, count: int) -> list[int]:
+        """The `count` most likely tokens in turn, after the token that follows the prefix."""
+        import torch
+
+        cache, token, found = self._cache(keys, values), prefix.tokens[prefix.num_tokens], []
+        for _ in range(count):
+            with torch.no_grad():
+                logits = self.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True).logits
+            token = int(logits[0, -1].argmax())
+            found.append(token)
+        return found
+
+    def _cache(self, keys: np.ndarray, values: np.ndarray) -> Any:
+        import torch
+        from transformers.cache_utils import DynamicCache
+
+        cache = DynamicCache()
+        for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+            cache.update(torch.from_numpy(k)[None], torch.from_numpy(v)[None], layer)
+        return cache
+
+
+@dataclass(slots=True)
+class _Passage:
+    """KV after its way through a codec, and what the way cost."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    stored_nbytes: int = 0
+    encode_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+def pass_through(codec: Codec, prefix: Prefix, layout: KVLayout) -> _Passage:
+    """Send a prefix's KV through a codec, chunk by chunk, on one thread."""
+    passage = _Passage(np.empty_like(prefix.keys), np.empty_like(prefix.values))
+    with thread_limit(1):
+        _compile(codec, layout)
+        for start in range(0, prefix.num_tokens, layout.chunk_tokens):
+            tokens = slice(start, start + layout.chunk_tokens)
+            chunk = np.empty(layout.chunk_shape, np.uint8)
+            for view, part in zip(layout.keys_and_values(chunk), (prefix.keys, prefix.values), strict=True):
+                view[...] = _in_blocks(encode16(part[:, :, tokens], layout.dtype), layout)
+            begin = time.thread_time()
+            data = codec.encode(chunk, layout)
+            middle = time.thread_time()
+            codec.decode(data, layout, chunk)
+            passage.decode_seconds += time.thread_time() - middle
+            passage.encode_seconds += middle - begin
+            passage.stored_nbytes += len(data)
+            for view, part in zip(layout.keys_and_values(chunk), (passage.keys, passage.values), strict=True):
+                flat = np.ascontiguousarray(view.transpose(0, 2, 1, 3, 4))
+                part[:, :, tokens] = decode16(flat, layout.dtype).reshape(part[:, :, tokens].shape)
+    return passage
+
+
+@functools.cache
+def _compile(codec: Codec, layout: KVLayout) -> None:
+    """Send one chunk through, so that no measured one waits for a compiler."""
+    chunk = np.zeros(layout.chunk_shape, np.uint8)
+    codec.decode(codec.encode(chunk, layout), layout, chunk)
+
+
+def _in_blocks(part: np.ndarray, layout: KVLayout) -> np.ndarray:
+    """(layers, heads, tokens, size) -> (layers, blocks, heads, tokens of a block, size)."""
+    layers, heads, tokens, size = part.shape
+    return part.reshape(layers, heads, tokens // layout.block_size, layout.block_size, size).swapaxes(1, 2)
+
+
+def measure_quality(
+    model: StudyModel,
+    codecs: Iterable[Codec | str] = DEFAULT_CODECS,
+    *,
+    texts: dict[str, str] | None = None,
+    prefix_tokens: int = 1024,
+    scored_tokens: int = 256,
+    greedy_tokens: int = 0,
+    needles: int = 0,
+) -> list[CodecQuality]:
+    """Measure codecs on a model.
+
+    Args:
+        texts: Name to text, each at least `prefix_tokens + scored_tokens` long; None for `sample_texts()`.
+        prefix_tokens: Stored through the codec; whole chunks of 256.
+        greedy_tokens: Length of greedy continuations to compare; 0 leaves them out.
+        needles: Needles to hide in as many prefixes; 0 leaves them out.
+    """
+    texts = sample_texts() if texts is None else texts
+    prefixes = []
+    for text in texts.values():
+        tokens = model.tokenizer(text)["input_ids"][: prefix_tokens + scored_tokens]
+        prefixes.append(model.prefix(tokens, prefix_tokens))
+    layout = _layout_of(prefixes[0])
+    chosen = {codec: _Tally(codec) for codec in map(resolve_codec, codecs)}
+    for prefix in prefixes:
+        want = model.continuation(prefix, prefix.keys, prefix.values)
+        whole = model.greedy(prefix, prefix.keys, prefix.values, greedy_tokens) if greedy_tokens else []
+        for codec, tally in chosen.items():
+            passage = pass_through(codec, prefix, layout)
+            tally.add(prefix, passage, want, model.continuation(prefix, passage.keys, passage.values))
+            if greedy_tokens:
+                tally.greedy.append(_shared(whole, model.greedy(prefix, passage.keys, passage.values, greedy_tokens)))
+    if needles:
+        _recall_needles(model, list(chosen.values()), layout, needles)
+    return [tally.result() for tally in chosen.values()]
+
+
+def _layout_of(prefix: Prefix) -> KVLayout:
+    layers, heads, _, size = prefix.keys.shape
+    return KVLayout(
+        num_layers=layers,
+        num_kv_heads=heads,
+        head_size=size,
+        block_size=128,
+        chunk_tokens=256,
+        page_format="vllm-cpu-vec",
+    )
+
+
+class _Tally:
+    """Gathers one codec's figures over texts."""
+
+    def __init__(self, codec: Codec):
+        self.codec = codec
+        self.kl: list[np.ndarray] = []
+        self.nll: list[np.ndarray] = []
+        self.agreement: list[np.ndarray] = []
+        self.errors: list[np.ndarray] = []  # (key or value, error or whole, layer), sums of squares
+        self.greedy: list[int] = []
+        self.recall: list[bool] = []
+        self.stored = self.source = 0
+        self.encode = self.decode = 0.0
+
+    def add(self, prefix: Prefix, passage: _Passage, want: np.ndarray, got: np.ndarray) -> None:
+        target = np.array(prefix.tokens[prefix.num_tokens + 1 :])[:, None]
+        self.kl.append((np.exp(want.astype(np.float64)) * (want.astype(np.float64) - got)).sum(-1))
+        gained = np.take_along_axis(want, target, 1) - np.take_along_axis(got, target, 1)
+        self.nll.append(gained[:, 0])
+        self.agreement.append(want.argmax(-1) == got.argmax(-1))
+        pairs = ((passage.keys, prefix.keys), (passage.values, prefix.values))
+        sums = [[np.square(a - b).sum((1, 2, 3)), np.square(b).sum((1, 2, 3))] for a, b in pairs]
+        self.errors.append(np.array(sums, np.float64))
+        self.stored += passage.stored_nbytes
+        self.source += 2 * (prefix.keys.size + prefix.values.size)
+        self.encode += passage.encode_seconds
+        self.decode += passage.decode_seconds
+
+    def result(self) -> CodecQuality:
+        nll, kl, sums = np.concatenate(self.nll), np.stack(self.kl), sum(self.errors)
+        by_layer = np.sqrt(sums[:, 0] / sums[:, 1])
+        key_error, value_error = np.sqrt(sums.sum(-1)[:, 0] / sums.sum(-1)[:, 1])
+        return CodecQuality(
+            codec=repr(self.codec),
+            bits_per_value=self.stored * 16 / self.source,
+            size_fraction=self.stored / self.source,
+            key_error=float(key_error),
+            value_error=float(value_error),
+            kl=float(kl.mean()),
+            kl_by_position=[float(part.mean()) for part in np.array_split(kl, 4, axis=1)],
+            nll_change=float(nll.mean()),
+            nll_interval=float(1.96 * nll.std(ddof=1) / math.sqrt(len(nll))),
+            top1_agreement=float(np.concatenate(self.agreement).mean()),
+            greedy_tokens=float(np.mean(self.greedy)) if self.greedy else None,
+            needle_recall=float(np.mean(self.recall)) if self.recall else None,
+            encode_seconds=self.encode,
+            decode_seconds=self.decode,
+            source_nbytes=self.source,
+            key_error_by_layer=by_layer[0].tolist(),
+            value_error_by_layer=by_layer[1].tolist(),
+        )
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
+
+
+def _recall_needles(model: StudyModel, tallies: list["_Tally"], layout: KVLayout, count: int) -> None:
+    """Hide "NAME: CODE" among other pairs, ask for one, and see whether the model still says it."""
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        codes = {f"item {n}": str(rng.integers(1000, 9999)) for n in rng.permutation(900)[:150] + 100}
+        lines = "".join(f"The code of {name} is {code}.\n" for name, code in codes.items())
+        tokens = model.tokenizer(lines)["input_ids"][:512]
+        known = model.tokenizer.decode(tokens)
+        name = list(codes)[int(rng.integers(5, known.count("\n") - 5))]
+        question = model.tokenizer(f"\nThe code of {name} is")["input_ids"]
+        answer = model.tokenizer(f" {codes[name]}")["input_ids"]
+        prefix = model.prefix(tokens + question[:1], 512)
+        asked = [*question, *answer]
+        if not _says(model, prefix, prefix.keys, prefix.values, asked, len(answer)):
+            continue
+        for tally in tallies:
+            passage = pass_through(tally.codec, prefix, layout)
+            tally.recall.append(_says(model, prefix, passage.keys, passage.values, asked, len(answer)))
+
+
+def _says(model: StudyModel, prefix: Prefix, keys, values, asked: list[int], answer: int) -> bool:
+    """Whether each of the last `answer` tokens is the most likely one after those before it."""
+    whole = Prefix([*prefix.tokens[: prefix.num_tokens], *asked], prefix.keys, prefix.values)
+    likely = model.continuation(whole, keys, values).argmax(-1)
+    return likely[-answer:].tolist() == asked[-answer:]
+
+
+def spread(prefix: Prefix) -> dict[str, float]:
+    """Outlier statistics that decide which codec fits.
+
+    Returns:
+        For keys and values: the loudest over the median channel's RMS (mean over layers and heads), the share of the
+        energy in channel means, and the first token's norm over the median's.
+    """
+    found = {}
+    for name, part in (("key", prefix.keys), ("value", prefix.values)):
+        rms = np.sqrt(np.square(part).mean(2))
+        found[f"{name}_loudest_channel"] = float((rms.max(-1) / np.median(rms, -1)).mean())
+        found[f"{name}_energy_in_means"] = float(np.square(part.mean(2)).sum() / np.square(part).mean(2).sum())
+        norm = np.linalg.norm(part, axis=-1)
+        found[f"{name}_first_token_norm"] = float((norm[..., 0] / np.median(norm, -1)).mean())
+    return found
+
+
+def sample_texts() -> dict[str, str]:
+    """Five texts that come with Python: reference prose and code, each at least 20,000 characters."""
+    import argparse as arguments
+    import inspect
+    import typing
+    from pydoc_data.topics import topics
+
+    prose = [topics[name] for name in sorted(topics)]
+    whole = "\n\n".join(prose)
+    third = len(whole) // 3
+    texts = {f"reference {i + 1}": whole[i * third : i * third + 20000] for i in range(3)}
+    texts["argparse.py"] = inspect.getsource(arguments)[4000:24000]
+    texts["typing.py"] = inspect.getsource(typing)[4000:24000]
+    return texts
+
+
+def quality_data(rows: Sequence[CodecQuality]) -> dict[str, list]:
+    """Columns of the Pareto plot; `best` marks codecs that no other beats in both bits and KL."""
+    best = [not any(b.bits_per_value <= a.bits_per_value and b.kl < a.kl for b in rows if b is not a) for a in rows]
+    return {
+        "codec": [row.codec for row in rows],
+        "bits": [row.bits_per_value for row in rows],
+        "kl": [max(row.kl, 1e-7) for row in rows],
+        "decode_gb_per_second": [row.source_nbytes / row.decode_seconds / 1e9 for row in rows],
+        "best": best,
+    }
+
+
+def plot_quality(rows: Sequence[CodecQuality]):
+    """Bits against KL, both axes so that down and left is better; colour is decoding speed."""
+    import plotly.graph_objects as go
+
+    data = quality_data(rows)
+    figure = go.Figure(
+        go.Scatter(
+            x=data["bits"],
+            y=data["kl"],
+            text=data["codec"],
+            mode="markers+text",
+            textposition="top center",
+            marker={
+                "color": np.log10(data["decode_gb_per_second"]),
+                "symbol": ["circle" if best else "circle-open" for best in data["best"]],
+                "size": 11,
+                "colorbar": {"title": "decode, log10 GB/s a core"},
+            },
+        )
+    )
+    figure.update_yaxes(type="log", title="KL divergence from the uncompressed prefix, nats a token")
+    figure.update_xaxes(title="stored bits per value (bfloat16: 16)")
+    return figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--codecs", nargs="+", default=DEFAULT_CODECS)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--texts", type=int, default=5, help="how many of the texts")
+    parser.add_argument("--greedy", type=int, default=0, help="tokens of greedy continuations")
+    parser.add_argument("--needles", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="where the rows go, as JSON")
+    options = parser.parse_args()
+    texts = dict(list(sample_texts().items())[: options.texts])
+    model = StudyModel(options.model)
+    rows = measure_quality(model, options.codecs, texts=texts, greedy_tokens=options.greedy, needles=options.needles)
+    print(f"{'codec':48s} bits   times  key err val err  KL       dNLL              top-1  decode GB/s")
+    for row in rows:
+        print(
+            f"{row.codec:48s} {row.bits_per_value:6.3f} {1 / row.size_fraction:5.2f}  {row.key_error:.4f}  "
+            f"{row.value_error:.4f}  {row.kl:.2e} {row.nll_change:+.4f} ± {row.nll_interval:.4f} "
+            f"{row.top1_agreement:.3f}  {row.source_nbytes / row.decode_seconds / 1e9:6.2f}"
+            + ("" if row.greedy_tokens is None else f"  greedy {row.greedy_tokens:.0f}")
+            + ("" if row.needle_recall is None else f"  needles {row.needle_recall:.2f}")
+        )
+    if options.out:
+        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

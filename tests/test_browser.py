@@ -1,0 +1,169 @@
+"""The panels in a real JupyterLab, driven by a real Chromium. `pytest -m browser`; screenshots stay in the temp folder."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from urllib.parse import urlsplit
+
+import nbformat
+import pytest
+
+from experiments.lab import free_port, lab_command, lab_environment
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+TOKEN = "for-this-test-only"
+CELL = """
+from experiments.widgets import PolicyLab
+from workbench.policies import policy
+
+@policy
+class TwoHit:
+    fields = dict(uses="i4")
+    def touch(self, c):
+        self.uses[c] += 1
+    def score(self, c):
+        return float(min(self.uses[c], 2) * 1000000 + self.request - self.depth[c])
+
+lab = PolicyLab(TwoHit, seeds=3)
+lab
+"""
+BROKEN_CELL = """
+@policy
+class Broken:
+    def on_insert(self, c): pass
+    def on_hit(self, c): pass
+    def evict(self): return 7
+
+broken = PolicyLab(Broken)
+broken
+"""
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A JupyterLab over a folder with one notebook; yields its address."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in (CELL, BROKEN_CELL)])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+    (tmp_path / "work").mkdir()
+    nbformat.write(notebook, tmp_path / "work" / "panel.ipynb")
+    port = free_port()
+    command = lab_command(port=port, browser=False, folder=tmp_path / "work", token=TOKEN, app_in_browser=True)
+    environment = {**lab_environment(), "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces")}
+    with (tmp_path / "lab.log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            wait_for_port(port, process)
+            yield f"http://127.0.0.1:{port}/lab/tree/panel.ipynb?token={TOKEN}"
+        finally:
+            process.terminate()
+            process.wait(20)
+
+
+def wait_for_port(port: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.2)
+    raise AssertionError(f"JupyterLab did not start; exit code {process.poll()}")
+
+
+@pytest.fixture
+def page(tmp_path):
+    """A page that may reach this machine only, with a list of what it asked elsewhere and of its console errors."""
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        page = browser.new_page(viewport={"width": 1500, "height": 1300})
+        page.foreign, page.faults, page.received = [], [], []
+        page.on("request", lambda r: page.foreign.append(r.url) if is_foreign(r.url) else None)
+        page.on("console", lambda m: page.faults.append(m.text) if m.type == "error" else None)
+        page.on("pageerror", lambda e: page.faults.append(str(e)))
+        page.on("websocket", lambda s: s.on("framereceived", lambda data: page.received.append(len(data))))
+        page.shot = lambda name: page.screenshot(path=str(tmp_path / f"{name}.png"))
+        yield page
+        browser.close()
+
+
+def is_foreign(url: str) -> bool:
+    parts = urlsplit(url)
+    return parts.scheme not in ("data", "blob") and parts.hostname != "127.0.0.1"
+
+
+def run_all(page) -> None:
+    page.wait_for_selector("text=Kernel status: Idle", state="attached", timeout=60_000)
+    page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }")
+
+
+def lines_drawn(page) -> int:
+    return page.locator(".jp-OutputArea .scatterlayer .trace").count()
+
+
+def points_drawn(page) -> int:
+    return page.locator(".jp-OutputArea .scatterlayer .points path").count()
+
+
+def errors_of_cells(page) -> list[str]:
+    return page.locator(".jp-OutputArea-output[data-mime-type*='stderr'], .jp-OutputArea-output[data-mime-type*='error']").all_inner_texts()
+
+
+def wait_until(page, ready, what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if ready():
+            return
+        assert not (said := errors_of_cells(page)), said
+        page.wait_for_timeout(50)
+    page.shot("too-late")
+    raise AssertionError(f"{what}: not within {seconds} s; console said {page.faults}")
+
+
+def test_a_panel_is_drawn_while_it_runs_and_survives_reload_and_theme(server, page):
+    page.goto(server)
+    run_all(page)
+    run = page.locator(".jupyter-button:has-text('Run')").first
+    wait_until(page, run.is_visible, "the panel")
+    run.click()  # at once: a chart that is not drawn yet must not lose what comes
+    wait_until(page, lambda: points_drawn(page) > 0, "first points")
+    first = points_drawn(page)
+    wait_until(page, lambda: page.locator("text=42 of 42 points, done").count(), "all points")
+    wait_until(page, lambda: points_drawn(page) > first, "the plot changes")
+    assert lines_drawn(page) == 6, "own policy, three rivals, the future, the ceiling"
+    assert page.locator("[role=img][aria-label*='TwoHit against lru']").count() == 1
+    page.shot("light")
+
+    broken = page.locator(".jp-Cell").nth(1)
+    broken.locator(".jupyter-button:has-text('Run')").click()
+    wait_until(page, lambda: page.locator("[role=alert]:has-text('returned 7')").count(), "the box of a broken policy")
+    broken.scroll_into_view_if_needed()
+    page.shot("broken")
+
+    page.evaluate("() => { window.jupyterapp.commands.execute('docmanager:save'); }")
+    page.wait_for_timeout(1000)
+    page.reload()
+    wait_until(page, lambda: lines_drawn(page) == 6, "the plot after a reload")
+    page.evaluate("() => { window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Dark'}); }")
+    wait_until(page, lambda: page.evaluate("document.body.dataset.jpThemeLight") == "false", "the dark theme")
+    wait_until(page, lambda: ink(page) == "rgb(230, 233, 238)", "ink of the dark theme")
+    page.wait_for_timeout(300)
+    page.shot("dark")
+
+    assert page.locator("text=Share chart").count() == 0
+    assert page.locator("text=/Would you like to (get notified|receive)/").count() == 0
+    assert page.foreign == []
+    assert page.faults == []
+    assert sum(page.received) < 16e6, "two page loads, plotly.js once each"
+
+
+def ink(page) -> str:
+    return page.evaluate("""() => {
+      const tick = document.querySelector('.jp-OutputArea .xtick text');
+      return tick ? getComputedStyle(tick).fill : '';
+    }""")
