@@ -223,12 +223,24 @@ class PolicyComparison:
             f"{self.name} against {rival} on {self.traces[0].name}: {interval.mean:+.1f} points of hit rate{spread}, "
             f"mean over {points.height} capacities, n = {interval.n} {self.samples_are}. "
             f"Best {best['ahead']:+.1f} at {best['capacity_gib']:.3g} GiB, "
-            f"worst {worst['ahead']:+.1f} at {worst['capacity_gib']:.3g} GiB. {_meaning(interval)}"
+            f"worst {worst['ahead']:+.1f} at {worst['capacity_gib']:.3g} GiB. {_meaning(self.name, interval)}"
         )
 
     def orphaned_share(self) -> float | None:
         """The greatest share of found chunks that lie behind a missing one; None before there is a point."""
         return self.frame()["orphaned_share"].max()  # type: ignore[return-value]
+
+    def orphaned_text(self) -> str:
+        """What becomes of the policy where nothing keeps a parent from going before its child."""
+        share = self.orphaned_share()
+        if share is None:
+            return ""
+        if share < 0.0005:
+            return "Orphaned chunks: none, even in a cache that does not protect parents."
+        return (
+            f"Orphaned chunks: in a cache that does not protect parents, up to {100 * share:.1f} % of the found chunks "
+            "would lie behind a missing one, of no use."
+        )
 
     def figure(self, *, template: str = "light") -> go.Figure:
         """The curves found so far."""
@@ -329,12 +341,12 @@ def _doubling(capacities: pl.Series) -> dict[str, Any]:
     return {"tickvals": ticks, "ticktext": [f"{tick:.3g}" for tick in ticks]}
 
 
-def _meaning(interval: Interval) -> str:
+def _meaning(name: str, interval: Interval) -> str:
     if interval.n < 2:
         return "One sample says nothing about chance."
     if not interval.excludes_zero:
         return "The interval holds zero: no difference is shown."
-    return "The interval excludes zero."
+    return f"{name} is {'ahead' if interval.mean > 0 else 'behind'}: the interval excludes zero."
 
 
 def _label(spec: Any) -> str:

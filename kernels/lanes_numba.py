@@ -8,6 +8,7 @@ one rounding each. No fused multiply-add and no libm call, so the bytes are thos
 Arguments named `kind`, `float16`, `parts`, `width` and `shift` are literals: numbers known when a kernel is compiled.
 """
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -19,17 +20,16 @@ __all__ = [
     "E5M2",
     "Lanes",
     "SYMMETRIC",
-    "bits_as_float",
     "decode_row",
     "each_vector",
     "encode_row",
     "fence",
-    "float16_as_float",
-    "float_as_bits",
     "merge_bits",
     "min_max_row",
+    "scale_row",
     "spread_bits",
     "step",
+    "widen_params",
     "widen_row",
 ]
 
@@ -123,6 +123,25 @@ class Lanes:
             f"llvm.vector.reduce.{name}.v{self.count}i16", (), ir.FunctionType(_I16, [vector.type])
         )
         return self.builder.call(function, [vector])
+
+    def scale_and_zero(self, low, high, kind: int, bits: int, float16: int):
+        """i16 (bfloat16 bits of the scale, dtype bits of the zero) of groups whose order keys span low to high."""
+        builder, infinity = self.builder, 0x7C00 if float16 else 0x7F80
+        finite = builder.icmp_signed("<", high, self.constant(_I16, infinity))
+        span = self.value_of(self.order_key(high, ASYMMETRIC), float16)
+        zero = self.constant(_I16, 0)
+        if kind == ASYMMETRIC:
+            lowest = builder.icmp_signed(">", low, self.constant(_I16, ~infinity & 0xFFFF))
+            finite = builder.and_(finite, lowest)
+            zero = builder.select(finite, self.order_key(low, ASYMMETRIC), zero)
+            span = builder.fsub(span, self.value_of(zero, float16))
+        # Rounded to float32 first, as the reference does: a constant must not carry more digits than its type.
+        largest = {SYMMETRIC: 127.0, E4M3: 448.0, E5M2: 57344.0}.get(kind) or float(2**bits - 1)
+        scaled = builder.fmul(span, self.constant(_F32, float(np.float32(1 / largest))))
+        smallest = self.constant(_F32, 2.0**-100)
+        scaled = builder.select(builder.fcmp_ordered(">", scaled, smallest), scaled, smallest)
+        up = self.shifted("lshr", self.plus(self.cast("bitcast", scaled, _I32), 0xFFFF), 16)
+        return builder.select(finite, self.cast("trunc", up, _I16), self.constant(_I16, 0x7FC0)), zero
 
     def fp8_bits(self, value, kind: int):
         """float -> i32 holding the code of e4m3 or e5m2, to nearest even, saturating."""
@@ -222,13 +241,14 @@ def decode_row(typing_context, source, target, count, scale, zero, kind, float16
 
 @intrinsic(prefer_literal=True)
 def widen_row(typing_context, source, low, high, count, kind):
-    """Widen `count` ranges of order keys (or magnitudes), int16 at two addresses, by one value each."""
+    """Widen `count` ranges, int16 at two addresses, by the order key of one value each; only high if symmetric."""
 
     def codegen(context, builder, signature, args):
         def body(emit, index):
             source, low, high = (step(builder, a, index, 2) for a in args[:3])
             key = emit.order_key(emit.load(source, _I16), kind.literal_value)
-            emit.store(emit.smallest(key, emit.load(low, _I16)), low)
+            if kind.literal_value == ASYMMETRIC:
+                emit.store(emit.smallest(key, emit.load(low, _I16)), low)
             emit.store(emit.largest(key, emit.load(high, _I16)), high)
 
         each_vector(context, builder, args[3], body)
@@ -239,7 +259,7 @@ def widen_row(typing_context, source, low, high, count, kind):
 
 @intrinsic(prefer_literal=True)
 def min_max_row(typing_context, source, count, low, high, kind):
-    """(low, high) widened by the order keys (magnitudes, for a symmetric kind) of `count` values at an address."""
+    """(low, high) widened by the order keys of `count` values at an address; only high, by magnitudes, if symmetric."""
 
     def codegen(context, builder, signature, args):
         wide = Lanes(builder, _LANES)
@@ -248,14 +268,61 @@ def min_max_row(typing_context, source, count, low, high, kind):
         def body(emit, index):
             key = emit.order_key(emit.load(step(builder, args[0], index, 2), _I16), kind.literal_value)
             key = key if emit.count > 1 else wide.splat(builder.extract_element(key, ir.Constant(_I32, 0)))
-            for place, nearer in zip(ranges, (wide.smallest, wide.largest), strict=True):
-                builder.store(nearer(key, builder.load(place)), place)
+            builder.store(wide.largest(key, builder.load(ranges[1])), ranges[1])
+            if kind.literal_value == ASYMMETRIC:
+                builder.store(wide.smallest(key, builder.load(ranges[0])), ranges[0])
 
         each_vector(context, builder, args[1], body)
-        ends = [wide.reduce(*end) for end in zip(("smin", "smax"), map(builder.load, ranges), strict=True)]
+        high = wide.reduce("smax", builder.load(ranges[1]))
+        low = wide.reduce("smin", builder.load(ranges[0])) if kind.literal_value == ASYMMETRIC else args[2]
+        ends = [low, high]
         return context.make_tuple(builder, signature.return_type, ends)
 
     return types.UniTuple(types.int16, 2)(types.int64, types.int64, types.int16, types.int16, kind), codegen
+
+
+@intrinsic(prefer_literal=True)
+def scale_row(typing_context, ranges, params, factors, count, kind, bits, float16):
+    """Scales of `count` groups from their ranges.
+
+    `ranges` are the addresses of the lowest and highest order keys, int16; `params` of the scales (bfloat16 bits) and
+    zeros (dtype bits), uint16; `factors` of the inverse scales and the zeros as numbers, float32.
+    """
+
+    def codegen(context, builder, signature, args):
+        low_at, high_at = cgutils.unpack_tuple(builder, args[0])
+        params, factors = (cgutils.unpack_tuple(builder, arg) for arg in args[1:3])
+
+        def body(emit, index):
+            low, high = (emit.load(step(builder, place, index, 2), _I16) for place in (low_at, high_at))
+            scale, zero = emit.scale_and_zero(low, high, kind.literal_value, bits.literal_value, float16.literal_value)
+            inverse = builder.fdiv(emit.constant(_F32, 1.0), emit.value_of(scale, 0))
+            emit.store(scale, step(builder, params[0], index, 2))
+            emit.store(inverse, step(builder, factors[0], index, 4))
+            if kind.literal_value == ASYMMETRIC:
+                emit.store(zero, step(builder, params[1], index, 2))
+                emit.store(emit.value_of(zero, float16.literal_value), step(builder, factors[1], index, 4))
+
+        each_vector(context, builder, args[3], body)
+        return context.get_dummy_value()
+
+    pair = types.UniTuple(types.int64, 2)
+    return types.void(pair, pair, pair, types.int64, kind, bits, float16), codegen
+
+
+@intrinsic(prefer_literal=True)
+def widen_params(typing_context, source, target, count, float16):
+    """float32 target = 16-bit source, `count` of each at two addresses."""
+
+    def codegen(context, builder, signature, args):
+        def body(emit, index):
+            value = emit.value_of(emit.load(step(builder, args[0], index, 2), _I16), float16.literal_value)
+            emit.store(value, step(builder, args[1], index, 4))
+
+        each_vector(context, builder, args[2], body)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, float16), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -307,33 +374,3 @@ def fence(typing_context):
         return context.get_dummy_value()
 
     return types.void(), codegen
-
-
-@intrinsic
-def bits_as_float(typing_context, bits):
-    """uint32 bits -> the float32 they are."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], _F32)
-
-    return types.float32(types.uint32), codegen
-
-
-@intrinsic
-def float_as_bits(typing_context, value):
-    """float32 -> its uint32 bits."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], _I32)
-
-    return types.uint32(types.float32), codegen
-
-
-@intrinsic
-def float16_as_float(typing_context, bits):
-    """uint16 bits of a float16 -> float32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), _F32)
-
-    return types.float32(types.uint16), codegen

@@ -15,15 +15,14 @@ from kernels.lanes_numba import (
     E4M3,
     E5M2,
     SYMMETRIC,
-    bits_as_float,
     decode_row,
     encode_row,
     fence,
-    float16_as_float,
-    float_as_bits,
     merge_bits,
     min_max_row,
+    scale_row,
     spread_bits,
+    widen_params,
     widen_row,
 )
 from kernels.quantize import Coded, Scheme, grouping
@@ -32,9 +31,8 @@ from kernels.tiles import Tiles
 
 __all__ = ["dequantize", "quantize"]
 
-f32, i16, u8, u16, u32 = np.float32, np.int16, np.uint8, np.uint16, np.uint32
+f32, i16, u8 = np.float32, np.int16, np.uint8
 OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
-_SMALLEST_SCALE = f32(2.0**-100)
 # Output of this size is written past the cache: what it would overwrite there need not be read first.
 _STREAM_FROM = 1 << 20
 _LOWEST, _HIGHEST = i16(-0x8000), i16(0x7FFF)
@@ -64,39 +62,6 @@ def _constants(scheme: Scheme) -> tuple[int, int, int]:
 
 
 @njit
-def _order_key(bits):
-    signed = i16(bits)
-    return i16(signed ^ ((signed >> i16(15)) & i16(0x7FFF)))
-
-
-@njit
-def _value(bits, float16):
-    if float16:
-        return float16_as_float(u16(bits))
-    return bits_as_float(u32(bits) << u32(16))
-
-
-@njit
-def _scale_and_zero(low, high, kind, bits, float16):
-    """bfloat16 bits of the scale and dtype bits of the zero of a group whose order keys span low to high."""
-    infinity = 0x7C00 if float16 else 0x7F80
-    if high >= infinity or low <= ~infinity:
-        return u16(0x7FC0), u16(0)
-    zero, largest = u16(0), f32(1.0 / ((1 << bits) - 1))
-    if kind == ASYMMETRIC:
-        zero = u16(_order_key(u16(low)))
-    elif kind == SYMMETRIC:
-        largest = f32(1.0 / 127.0)
-    elif kind == E4M3:
-        largest = f32(1.0 / 448.0)
-    else:
-        largest = f32(1.0 / 57344.0)
-    span = _value(_order_key(u16(high)), float16) - _value(zero, float16)
-    scale = max(f32(span * largest), _SMALLEST_SCALE)
-    return u16((float_as_bits(scale) + u32(0xFFFF)) >> u32(16)), zero
-
-
-@njit
 def _locate(unit, layers, spans, heads):
     """(chunk, layer, group of blocks, head) of a unit of work."""
     rest, h = unit // heads, unit % heads
@@ -112,16 +77,16 @@ def _quantize_along_rows(kind: int, bits: int, float16: int):
         length, rows, packed, stream = row
         layers, spans, heads, groups = scales.shape[1], scales.shape[2], scales.shape[3], scales.shape[5]
         span, columns = blocks.shape[1] // max(spans, 1), packed * 8 // bits
-        zeros_count = rows * groups if kind == ASYMMETRIC else 0
         count = rows * groups
         inverse, zero, line = np.empty(count, f32), np.empty(count, f32), np.empty(columns, u8)
         low, high = np.empty(count, i16), np.empty(count, i16)
         line_address = line.ctypes.data
+        ranges, factors = (low.ctypes.data, high.ctypes.data), (inverse.ctypes.data, zero.ctypes.data)
         for unit in range(first, last):
             c, layer, s, h = _locate(unit, layers, spans, heads)
             head = addresses[layer] + h * strides[1]
             # Three loops over the rows, not one: their iterations do not wait for each other's reductions.
-            low[:], high[:] = _HIGHEST, _LOWEST
+            low[:], high[:] = _HIGHEST if kind == ASYMMETRIC else i16(0), _LOWEST
             for i in range(s * span, (s + 1) * span):
                 if blocks[c, i] >= 0:
                     for r in range(rows):
@@ -131,13 +96,8 @@ def _quantize_along_rows(kind: int, bits: int, float16: int):
                             low[k], high[k] = min_max_row(place + 2 * g * length, length, low[k], high[k], kind)
             if high[0] < low[0]:
                 continue  # every block of the group is skipped
-            scale_row, zero_row = scales[c, layer, s, h].reshape(count), zeros[c, layer, s, h].reshape(zeros_count)
-            for k in range(count):
-                scale_bits, zero_bits = _scale_and_zero(low[k], high[k], kind, bits, float16)
-                inverse[k], zero[k] = f32(1.0) / _value(scale_bits, 0), _value(zero_bits, float16)
-                scale_row[k] = scale_bits
-                if kind == ASYMMETRIC:
-                    zero_row[k] = zero_bits
+            params = (scales.ctypes.data + 2 * unit * count, zeros.ctypes.data + 2 * unit * count)
+            scale_row(ranges, params, factors, count, kind, bits, float16)
             for i in range(s * span, (s + 1) * span):
                 if blocks[c, i] >= 0:
                     page = head + blocks[c, i] * strides[0]
@@ -179,7 +139,7 @@ def _quantize_down_columns(kind: int, bits: int, float16: int):
             c, layer, s, h = _locate(unit, layers, spans, heads)
             for g in range(groups):
                 for j in range(columns):
-                    low[j], high[j] = _HIGHEST, _LOWEST
+                    low[j], high[j] = _HIGHEST if kind == ASYMMETRIC else i16(0), _LOWEST
                 for i in range(s * span, (s + 1) * span):
                     if blocks[c, i] >= 0:
                         base = addresses[layer] + h * strides[1] + blocks[c, i] * strides[0]
@@ -187,12 +147,9 @@ def _quantize_down_columns(kind: int, bits: int, float16: int):
                             widen_row(base + r * strides[2], lows, highs, columns, kind)
                 if high[0] < low[0]:
                     continue  # every block of the group is skipped
-                for j in range(columns):
-                    scale_bits, zero_bits = _scale_and_zero(low[j], high[j], kind, bits, float16)
-                    inverse[j], zero[j] = f32(1.0) / _value(scale_bits, 0), _value(zero_bits, float16)
-                    scales[c, layer, s, h, g, j] = scale_bits
-                    if kind == ASYMMETRIC:
-                        zeros[c, layer, s, h, g, j] = zero_bits
+                place = 2 * (unit * groups + g) * columns
+                params = (scales.ctypes.data + place, zeros.ctypes.data + place)
+                scale_row((lows, highs), params, (inverses, offsets), columns, kind, bits, float16)
                 for i in range(s * span, (s + 1) * span):
                     if blocks[c, i] >= 0:
                         base = addresses[layer] + h * strides[1] + blocks[c, i] * strides[0]
@@ -223,10 +180,14 @@ def _dequantize_along_rows(kind: int, bits: int, float16: int):
         length, rows, packed, stream = row
         layers, spans, heads, groups = scales.shape[1], scales.shape[2], scales.shape[3], scales.shape[5]
         span, columns = blocks.shape[1] // max(spans, 1), packed * 8 // bits
-        line = np.empty(columns, u8)
-        line_address = line.ctypes.data
+        count = rows * groups
+        line, scale, zero = np.empty(columns, u8), np.empty(count, f32), np.zeros(count, f32)
+        line_address, scale_address, zero_address = line.ctypes.data, scale.ctypes.data, zero.ctypes.data
         for unit in range(first, last):
             c, layer, s, h = _locate(unit, layers, spans, heads)
+            widen_params(scales.ctypes.data + 2 * unit * count, scale_address, count, 0)
+            if kind == ASYMMETRIC:
+                widen_params(zeros.ctypes.data + 2 * unit * count, zero_address, count, float16)
             for i in range(s * span, (s + 1) * span):
                 if blocks[c, i] < 0:
                     continue
@@ -241,15 +202,13 @@ def _dequantize_along_rows(kind: int, bits: int, float16: int):
                     if bits == 3:
                         spread_bits(start + columns // 4, line_address, columns // 8, 8, 1, 2)
                     for g in range(groups):
-                        scale, zero = _value(scales[c, layer, s, h, r, g], 0), f32(0)
-                        if kind == ASYMMETRIC:
-                            zero = _value(zeros[c, layer, s, h, r, g], float16)
+                        k = r * groups + g
                         place = base + r * strides[2] + 2 * g * length
                         begin = g * length + (start if bits == 8 else line_address)
                         if stream and place % 64 == 0:
-                            decode_row(begin, place, length, scale, zero, kind, float16, 1)
+                            decode_row(begin, place, length, scale[k], zero[k], kind, float16, 1)
                         else:
-                            decode_row(begin, place, length, scale, zero, kind, float16, 0)
+                            decode_row(begin, place, length, scale[k], zero[k], kind, float16, 0)
         fence()
 
     return kernel
@@ -268,10 +227,10 @@ def _dequantize_down_columns(kind: int, bits: int, float16: int):
         for unit in range(first, last):
             c, layer, s, h = _locate(unit, layers, spans, heads)
             for g in range(groups):
-                for j in range(columns):
-                    scale[j] = _value(scales[c, layer, s, h, g, j], 0)
-                    if kind == ASYMMETRIC:
-                        zero[j] = _value(zeros[c, layer, s, h, g, j], float16)
+                params = 2 * (unit * groups + g) * columns
+                widen_params(scales.ctypes.data + params, scale_address, columns, 0)
+                if kind == ASYMMETRIC:
+                    widen_params(zeros.ctypes.data + params, zero_address, columns, float16)
                 for i in range(s * span, (s + 1) * span):
                     if blocks[c, i] < 0:
                         continue

@@ -98,7 +98,7 @@ def is_foreign(url: str) -> bool:
 
 
 def run_all(page) -> None:
-    page.wait_for_selector("text=Kernel status: Idle", state="attached", timeout=60_000)
+    page.wait_for_selector("#jp-main-statusbar >> text=| Idle", timeout=60_000)  # the toolbar says so too early
     page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }")
 
 

@@ -72,3 +72,33 @@ def test_a_budget_beyond_the_machine_is_refused_before_it_is_taken():
 
     with pytest.raises(CapacityError, match="GiB are free"):
         CacheEngine(IDENTITY, memory_bytes="100TiB")
+
+
+def test_yaml_goes_before_environment_and_after_keywords(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVWORKBENCH_CHUNK_TOKENS", "1024")
+    file = tmp_path / "cache.yaml"
+    file.write_text("chunk_tokens: 128\nmemory_bytes: 2GiB\ndisk_path: /somewhere\n")
+    config = CacheConfig.from_yaml(file, memory_bytes="3GiB")
+    assert (config.chunk_tokens, config.memory_bytes, str(config.disk_path)) == (128, 3 << 30, "/somewhere")
+    file.write_text("chunk_token: 128\n")
+    with pytest.raises(InvalidInputError, match="did you mean 'chunk_tokens'"):
+        CacheConfig.from_yaml(file)
+    file.write_text("chunk_tokens: [")
+    with pytest.raises(InvalidInputError, match="not a file of settings"):
+        CacheConfig.from_yaml(file)
+    with pytest.raises(InvalidInputError, match="is not a file"):
+        CacheConfig.from_yaml(tmp_path / "absent.yaml")
+
+
+def test_familiar_names():
+    config = CacheConfig(backend="redis", redis_host="cache", chunk_size=128, max_cache_size_gb=1.5)
+    assert (config.redis_url, config.chunk_tokens, config.redis_bytes) == ("redis://cache:6379/0", 128, 3 << 29)
+    assert config.memory_bytes == 0
+    config = CacheConfig(backend="memory", max_cache_size_gb=2, eviction_policy="fifo")
+    assert (config.memory_bytes, config.policy) == (2 << 30, "fifo")
+    assert CacheConfig(backend="disk", disk_dir="/d").disk_path.name == "d"
+    assert CacheConfig(backend="s3", url="s3://b", eviction_policy="fifo").object_store_policy == "fifo"
+    with pytest.raises(InvalidInputError, match="there are disk, memory, redis, s3"):
+        CacheConfig(backend="tape")
+    with pytest.raises(InvalidInputError, match="unknown setting 'redis_hots'"):
+        CacheConfig(backend="redis", redis_hots="x")

@@ -546,3 +546,42 @@ def test_after_a_fork_the_child_misses_and_the_parent_goes_on(tmp_path):
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             assert retrieve(engine, range(16)) == 16
         rest(engine)
+
+
+def test_prefetch_brings_a_prefix_up(tmp_path):
+    tokens, pages = list(range(40)), Pages(48)
+    pages.compute(chain_of(tokens), range(10))
+    settings = {"disk_path": tmp_path, "disk_bytes": "1MB"}
+    with CacheEngine(IDENTITY, memory_bytes=0, **settings) as engine:
+        engine.store(tokens, pages.table, blocks=range(10))
+        assert engine.prefetch(tokens) == 0, "there is no memory tier to bring it to"
+    with CacheEngine(IDENTITY, memory_bytes=3 * CHUNK, **settings) as engine:
+        assert engine.prefetch(list(range(500, 540))) == 0
+        assert engine.prefetch(tokens) == 24
+        assert engine.record.totals.count("lookup") == 0
+        fresh = Pages(48)
+        hit = engine.retrieve(tokens + [7], fresh.table, blocks=range(20, 30))
+        assert hit == 40 and fresh.wrong_chunks(chain_of(tokens), range(20, 30), hit) == []
+        assert hit.mask.tolist() == [True] * 40 + [False]
+        assert [e.tier for e in engine.record.events if e.kind == "hit"][:3] == ["memory"] * 3
+        rest(engine)
+
+
+def test_a_pinned_prefix_stays():
+    pages = Pages(48)
+    with CacheEngine(IDENTITY, memory_bytes=3 * CHUNK) as engine:
+        kept = list(range(16))
+        engine.store(kept, pages.table, blocks=range(4))
+        pin = engine.pin(kept + [1, 2])
+        assert pin.hit_tokens == 16
+        for start in (100, 200, 300):
+            engine.store(list(range(start, start + 16)), pages.table, blocks=range(4))
+        assert engine.lookup(kept) == 16
+        engine.unpin(pin)
+        with pytest.raises(InvalidInputError, match="already"):
+            engine.unpin(pin)
+        for start in (400, 500):
+            engine.store(list(range(start, start + 24)), pages.table, blocks=range(6))
+        assert engine.lookup(kept) == 0
+        assert engine.pin([9] * 16).hit_tokens == 0
+        rest(engine)

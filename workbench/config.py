@@ -1,13 +1,19 @@
-"""Settings of an engine: one object, from keywords, from the environment (KVWORKBENCH_...) or from a dictionary."""
+"""Settings of an engine: one object, from keywords, a YAML file or the environment (KVWORKBENCH_...).
+
+    CacheConfig(memory_bytes="4GiB", disk_path="/var/cache/kv")
+    CacheConfig.from_yaml("cache.yaml", chunk_tokens=512)
+    CacheConfig(backend="redis", redis_host="10.0.0.5", chunk_size=256, max_cache_size_gb=50)    # familiar names
+"""
 
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ByteSize, PositiveInt, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, SettingsConfigDict, YamlConfigSettingsSource
+from yaml import YAMLError
 
-from workbench.errors import InvalidInputError
+from workbench.errors import InvalidInputError, UnknownNameError
 
 __all__ = ["CacheConfig"]
 
@@ -15,7 +21,7 @@ __all__ = ["CacheConfig"]
 class CacheConfig(BaseSettings):
     """What an engine is made of. Sizes take a number of bytes or a text such as "4GiB".
 
-    Precedence: keyword, then environment variable (KVWORKBENCH_CHUNK_TOKENS=512), then the default.
+    Precedence: keyword, then YAML file, then environment variable (KVWORKBENCH_CHUNK_TOKENS=512), then the default.
 
     Raises:
         InvalidInputError: An unknown setting (the nearest known one is named) or a value that does not fit.
@@ -50,6 +56,8 @@ class CacheConfig(BaseSettings):
     events_path: Path | None = None  # JSON lines of every event; none without
 
     def __init__(self, **settings: Any):
+        if "backend" in settings:
+            settings = _from_familiar_names(settings)
         if unknown := sorted(set(settings) - set(type(self).model_fields)):
             near = get_close_matches(unknown[0], type(self).model_fields, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
@@ -62,3 +70,51 @@ class CacheConfig(BaseSettings):
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"])) or "settings"
             raise InvalidInputError(f"{name} is {first['input']!r}: {first['msg']}") from None
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, **settings: Any) -> "CacheConfig":
+        """Settings from a YAML file; keywords go before it.
+
+        Raises:
+            InvalidInputError: The file is not there, is no YAML, or holds anything but settings.
+        """
+        try:
+            found = YamlConfigSettingsSource(cls, yaml_file=_existing(path))()
+        except (OSError, YAMLError, ValueError) as error:
+            raise InvalidInputError(f"{path} is not a file of settings: {error}") from None
+        return cls(**{**found, **settings})
+
+
+def _existing(path: str | Path) -> Path:
+    if not Path(path).is_file():
+        raise InvalidInputError(f"{path} is not a file")
+    return Path(path)
+
+
+# What users of other caches write: backend -> (settings it always means, {their name: ours}).
+_FAMILIAR = {
+    "memory": ({}, {"max_cache_size_gb": "memory_bytes"}),
+    "disk": ({"memory_bytes": 0}, {"max_cache_size_gb": "disk_bytes", "disk_dir": "disk_path", "path": "disk_path"}),
+    "redis": ({"memory_bytes": 0}, {"max_cache_size_gb": "redis_bytes"}),
+    "s3": ({"memory_bytes": 0}, {"max_cache_size_gb": "object_store_bytes", "url": "object_store_url"}),
+}
+_TIERS = {"s3": "object_store"}
+
+
+def _from_familiar_names(settings: dict[str, Any]) -> dict[str, Any]:
+    """`backend`, `chunk_size`, `max_cache_size_gb`, `redis_host`, `redis_port` and the like in our own terms."""
+    backend = settings["backend"]
+    if backend not in _FAMILIAR:
+        raise UnknownNameError("backend", backend, _FAMILIAR)
+    fixed, names = _FAMILIAR[backend]
+    names = {"chunk_size": "chunk_tokens", "eviction_policy": "policy" if backend == "memory" else f"{_TIERS.get(backend, backend)}_policy",
+             **names}  # fmt: skip
+    ours = dict(fixed)
+    for name, value in settings.items():
+        if name == "max_cache_size_gb":
+            value = int(float(value) * 2**30)
+        if name not in ("backend", "redis_host", "redis_port"):
+            ours[names.get(name, name)] = value
+    if backend == "redis" and "redis_url" not in ours:
+        ours["redis_url"] = f"redis://{settings.get('redis_host', '127.0.0.1')}:{settings.get('redis_port', 6379)}/0"
+    return ours

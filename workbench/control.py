@@ -243,6 +243,24 @@ class ControlPlane:
         for entry in running.used.values():
             self.index.unuse(entry)
 
+    def hold_prefix(self, chain: ChunkChain, chunks: int) -> list[tuple[TierIndex, int]]:
+        """Keep the first chunks of a chain in every tier that has them, until `release_prefix`."""
+        holds = []
+        for number in range(chunks):
+            entry = self.index.add_chunk(chain[number])
+            for tier in self.tiers:
+                if entry in tier:
+                    tier.hold(entry)
+                    self.index.use(entry)
+                    holds.append((tier, entry))
+        return holds
+
+    def release_prefix(self, holds: Iterable[tuple[TierIndex, int]]) -> None:
+        """Give back what `hold_prefix` held."""
+        for tier, entry in holds:
+            tier.release(entry)
+            self.index.unuse(entry)
+
     # ---------------------------------------------------------------- what the data plane says
 
     def apply(self, report: Iterable[Done]) -> None:

@@ -12,7 +12,10 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+
+import numpy as np
 
 from kernels.pages import PageTable
 from workbench.chunks import ChunkChain, ChunkScope, token_array
@@ -28,7 +31,7 @@ from workbench.tiers.presence import Presence
 from workbench.transfers import DataPlane
 from workbench.turns import Turns
 
-__all__ = ["CacheEngine", "EventFile", "build_control", "build_data"]
+__all__ = ["CacheEngine", "EventFile", "HitTokens", "Pin", "build_control", "build_data"]
 
 
 def build_control(identity: Identity, config: CacheConfig, tiers: Sequence[Tier], *, record: Recorder | None = None,
@@ -147,6 +150,29 @@ class TierUse:
     holds: int
 
 
+class HitTokens(int):
+    """How many leading tokens were retrieved: an integer that also knows the prompt's length."""
+
+    def __new__(cls, hit: int, prompt: int):
+        number = super().__new__(cls, hit)
+        number.prompt_tokens = prompt
+        return number
+
+    @property
+    def mask(self) -> np.ndarray:
+        """bool[prompt tokens]: true where the token's KV was retrieved."""
+        return np.arange(self.prompt_tokens) < int(self)
+
+
+@dataclass
+class Pin:
+    """A prefix that is kept from eviction."""
+
+    hit_tokens: int
+    holds: Sequence[tuple[TierIndex, int]]
+    released: bool = False
+
+
 def _in_turn(method):
     """Run in the engine's own thread, call after call: an interrupt of the caller leaves no count half-changed."""
 
@@ -243,24 +269,51 @@ class CacheEngine:
 
     @_in_turn
     def retrieve(self, tokens: Sequence[int], pages: PageTable, *, blocks: Sequence[int],
-                 scope: ChunkScope = ChunkScope()) -> int:  # fmt: skip
+                 scope: ChunkScope = ChunkScope()) -> "HitTokens":  # fmt: skip
         """Fill blocks with the longest saved prefix; returns its length in tokens, a multiple of the chunk size.
 
         Blocks beyond the returned length may have been written to. A chunk that turns out damaged ends the prefix.
+        The returned number's `mask` says the same token by token.
         """
         chain = self._chain(tokens, scope)
         self._settle_report()
         hit = self.control.lookup(chain) if self.is_open else 0
         self._check_pages(pages, blocks, hit // self.identity.layout.block_size)
-        if not self.is_open:
+        return HitTokens(self._load(chain, hit, blocks, pages) if hit else self._miss(chain), chain.num_tokens)
+
+    @_in_turn
+    def prefetch(self, tokens: Sequence[int], *, scope: ChunkScope = ChunkScope()) -> int:
+        """Bring the longest saved prefix up into the memory tier before it is asked for.
+
+        Returns:
+            Leading tokens that lie in the memory tier afterwards; 0 without a memory tier. Counts as no lookup.
+        """
+        chain = self._chain(tokens, scope)
+        self._settle_report()
+        hit = self.control.lookup(chain) if self.is_open else 0
+        if not hit or self.control.memory is None:
             return 0
-        request = self._begin(chain, reuse_tokens=hit)
-        try:
-            report = self._carry_out(self.control.plan_loads(request, 0, hit, blocks), pages)
-        finally:
-            self._end(request)
-        loaded = {done.key for done in report if done.request == request and not done.reason}
-        return self._prefix_of(chain, hit, loaded)
+        nowhere = [-1] * (hit // self.identity.layout.block_size)
+        self._load(chain, hit, nowhere, self.data.any_pages(), counted=False)
+        entries = (self.control.index.find(chunk.key) for chunk in chain)
+        return sum(1 for _ in takewhile(lambda e: e >= 0 and e in self.control.memory, entries)) * chain.chunk_tokens
+
+    @_in_turn
+    def pin(self, tokens: Sequence[int], *, scope: ChunkScope = ChunkScope()) -> "Pin":
+        """Keep the longest saved prefix from eviction, in every tier that has it, until `unpin`."""
+        chain = self._chain(tokens, scope)
+        self._settle_report()
+        hit = self.control.lookup(chain) if self.is_open else 0
+        return Pin(hit, self.control.hold_prefix(chain, hit // chain.chunk_tokens) if hit else ())
+
+    @_in_turn
+    def unpin(self, pin: "Pin") -> None:
+        """Give back what `pin` held; a second time is a mistake of the caller's, and an InvalidInputError."""
+        if pin.released:
+            raise InvalidInputError("this pin was given back already")
+        pin.released = True
+        if self.is_open:
+            self.control.release_prefix(pin.holds)
 
     @_in_turn
     def explain(self, tokens: Sequence[int], *, scope: ChunkScope = ChunkScope()) -> Explanation:
@@ -340,6 +393,21 @@ class CacheEngine:
         self.close()
 
     # ---------------------------------------------------------------- parts of the path
+
+    def _load(self, chain: ChunkChain, hit: int, blocks: Sequence[int], pages: PageTable, counted: bool = True) -> int:
+        """Carry out the loads of a hit; returns the tokens that arrived from the first one on."""
+        request = self._begin(chain, reuse_tokens=hit if counted else None)
+        try:
+            report = self._carry_out(self.control.plan_loads(request, 0, hit, blocks), pages)
+        finally:
+            self._end(request)
+        loaded = {done.key for done in report if done.request == request and not done.reason}
+        return self._prefix_of(chain, hit, loaded)
+
+    def _miss(self, chain: ChunkChain) -> int:
+        if self.is_open:
+            self._end(self._begin(chain, reuse_tokens=0))
+        return 0
 
     def _chain(self, tokens: Sequence[int], scope: ChunkScope) -> ChunkChain:
         chain = ChunkChain(scope.root(self.identity), self.identity.layout.chunk_tokens, scope)

@@ -146,6 +146,13 @@ class DataPlane:
         nothing = np.empty((0, self.layout.blocks_per_chunk), np.int64), np.empty(0, np.int64)
         gather_pages(pages, nothing[0], self.arena.chunks, nothing[1])  # compiles now, not within the first request
 
+    def any_pages(self) -> PageTable:
+        """The attached pages, or pages that nothing is moved to, for loads that only rise."""
+        if self._pages is None:
+            shape = (1, self.layout.page_nbytes)
+            return PageTable([np.zeros(shape, np.uint8) for _ in range(self.layout.num_layers)])
+        return self._pages
+
     def begin_step(self) -> None:
         """A new forward pass: a load that failed in the last one no longer taints what is stored."""
         self._step_tainted = False

@@ -16,6 +16,7 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 import polars as pl
 
+from experiments.plots._style import no_data_figure
 from experiments.policy_comparison import OPTIMUM, PolicyComparison, available_traces
 from experiments.traces import Trace
 from experiments.widgets import markup
@@ -49,7 +50,7 @@ class PolicyLab(widgets.VBox):
         self.comparison = PolicyComparison(self._policy, rivals=rivals, trace=trace, seeds=seeds, **self._settings)
         self._work = Background(on_error=self._show_error, on_end=self._finish)
         self._make_controls(rivals, trace, seeds)
-        self.chart = LiveChart(alt="hit-rate curves, no point yet")
+        self.chart = LiveChart(_empty("press Run"), alt="hit-rate curves, no point yet")
         self._status, self._verdict, self._message = (widgets.HTML(layout={"width": "100%"}) for _ in range(3))
         title = f"Policy lab: {form_of(self._policy).name}"
         children = (widgets.HTML(markup.heading(title, _ABOUT, kind="simulated")), self._choices, self._buttons,
@@ -172,6 +173,7 @@ class PolicyLab(widgets.VBox):
         if found.broken:
             broken = found.broken
             self._status.value = ""
+            self.chart.show(_empty(f"{broken.name} does not keep the contract"), alt="no curve: the policy is broken")
             self._verdict.value = markup.error_box(
                 f"{broken.name} breaks the contract of a policy",
                 [("where", broken.where), ("what", broken.what), ("contract", broken.CONTRACT)], trace=broken.trace,
@@ -205,22 +207,15 @@ class PolicyLab(widgets.VBox):
 
 
 def _verdict_html(found: PolicyComparison) -> str:
-    orphaned = found.orphaned_share()
-    lost = (
-        f"Without leaf protection, as in an offloader that evicts blocks one by one, up to {100 * orphaned:.1f} % of the "
-        "chunks it finds would lie behind a missing one, useless."
-        if orphaned is not None
-        else ""
-    )
+    gap = f"The policy that knows the future is {-found.difference(OPTIMUM).mean:.1f} points ahead of it."
     return (
         f'<div style="border-left:5px solid #0072B2;padding:6px 12px;line-height:1.5"><b>{escape(found.verdict())}'
-        f"</b><br>{markup.quiet(lost)} {markup.quiet(_gap_text(found))}</div>"
+        f"</b><br>{markup.quiet(gap)} {markup.quiet(found.orphaned_text())}</div>"
     )
 
 
-def _gap_text(found: PolicyComparison) -> str:
-    gap = -found.difference(OPTIMUM).mean
-    return f"The policy that knows the future is {gap:.1f} points ahead."
+def _empty(why: str) -> go.Figure:
+    return no_data_figure("Hit rate against capacity", why, template="light", badge="simulated")
 
 
 def _vllm_check_is_there() -> bool:
