@@ -21,6 +21,7 @@ VARIANTS = [
     "int4(group=32)",
     "ecsq(step=2.0, value_step=0.1)",
     "ecsq(sink_tokens=0)",
+    "ecsq(rope_theta=10000.0)",
     "lossless(coder='zstd')",
     "cachegen(key_bins=(64, 32, 32))",
 ]

@@ -511,12 +511,13 @@ class Undeclared:
 
 @policy
 class Mistyped:
-    """numba cannot type the sum."""
+    """numba cannot type a variable that is a number or a text."""
 
     fields = dict(value="f8")
 
     def touch(self, c):
-        self.value[c] = 1.0 + "one"
+        label = "one" if self.hits[c] > 3 else 1.0
+        self.value[c] = len(str(label))
 
     def score(self, c):
         return self.value[c]
@@ -525,8 +526,32 @@ class Mistyped:
 def test_what_cannot_be_compiled_names_the_line_and_why():
     with pytest.warns(PlainPolicyWarning, match=r"line \d+: `self.count = 1`: self.count is not declared"):
         assert not ready(Undeclared).compiled
-    with pytest.warns(PlainPolicyWarning, match=r"line \d+: `self.value\[c\] = 1.0 \+ \"one\"`: numba: "):
+    with pytest.warns(PlainPolicyWarning, match=r"line \d+: `label = .*`: numba: "):
         assert not ready(Mistyped).compiled
+
+
+@policy
+class ReadsBeforeTheFirst:
+    """Follows a link of -1, which compiled would read foreign memory."""
+
+    fields = dict(older="i4")
+    scalars = dict(newest=-1)
+
+    def on_hit(self, c):
+        pass
+
+    def on_insert(self, c):
+        self.older[self.newest] = c
+        self.newest = c
+
+    def evict(self):
+        return self.newest
+
+
+def test_a_mistake_is_found_on_made_up_requests_before_anything_is_compiled():
+    message = r"ReadsBeforeTheFirst: line \d+: `self.older\[self.newest\] = c`: IndexError: self.older\[-1\]"
+    with pytest.raises(PolicyError, match=message):
+        ready(ReadsBeforeTheFirst)
 
 
 @policy

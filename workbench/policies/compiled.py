@@ -6,6 +6,7 @@ policy class -> rewriting -> generating (+ _hooks, _order, _scored, replay loops
 import ast
 import copy
 import re
+import traceback
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from workbench.policies.base import PolicyForm, form_of
+from workbench.policies.base import PolicyError, PolicyForm, form_of
 from workbench.policies.generating import Built, import_generated, write_module
 from workbench.policies.plain import bind, make_row
 from workbench.policies.rewriting import NotCompilableError, Rewritten, rewrite
 
-__all__ = ["Built", "PlainPolicyWarning", "State", "build", "make_state"]
+__all__ = ["Built", "PlainPolicyWarning", "State", "build", "make_state", "try_out"]
 
 
 class PlainPolicyWarning(UserWarning):
@@ -108,6 +109,7 @@ def _build(policy: Any, object_semantics: bool, loops: Path | None, entry_points
     if not getattr(cls, "compile", True):
         return write_module(form, None, object_semantics=object_semantics, loops=loops)
     constants = {n: v for n, v in vars(cls).items() if isinstance(v, int | float) and n not in form.scalars}
+    try_out(policy)
     try:
         parts = rewrite(form, constants)
         built = write_module(form, parts, object_semantics=object_semantics, loops=loops)
@@ -117,6 +119,44 @@ def _build(policy: Any, object_semantics: bool, loops: Path | None, entry_points
     except NotCompilableError as error:
         warnings.warn(f"policy {form.name} runs as plain Python, slower: {error}", PlainPolicyWarning, stacklevel=4)
         return write_module(form, None, object_semantics=object_semantics, loops=loops)
+
+
+def try_out(policy: Any, requests: int = 40) -> None:
+    """Run a policy as plain Python on a few made-up requests, where a mistake is an error and not foreign memory.
+
+    Raises:
+        PolicyError: One of its methods raised; names the line. (What evict() returns is checked in every run.)
+    """
+    form = form_of(policy)
+    built = write_module(form, None, object_semantics=False, loops=None)
+    state = make_state(built, policy, chunks=24, capacity=6)
+    m, s, r, t = state.module, state.s, state.r, state.t
+    resident: set[int] = set()
+    try:
+        for request in range(requests):
+            r.now, r.request = 0.5 * request, request
+            c = request * request % 8  # chunks c, c + 8, c + 16 are a prefix
+            chain = [c, c + 8, c + 16][: 1 + request % 3]
+            for above, b in zip([-1, *chain], chain, strict=False):
+                if b not in resident and len(resident) == 6:
+                    victim = m.next_victim(s, r, t, b)
+                    if victim < 0:
+                        return
+                    resident.remove(victim)
+                if b not in resident and (above < 0 or above in resident):
+                    s[b].parent = above
+                    m.enter(s, r, t, b)
+                    resident.add(b)
+            m.settle(s, r, t, [b for b in chain if b in resident], 0, sum(b in resident for b in chain), True)
+    except Exception as error:
+        raise PolicyError(_where(error, form, policy)) from error
+
+
+def _where(error: Exception, form: PolicyForm, policy: Any) -> str:
+    own = {getattr(policy, name).__code__.co_filename for name in form.methods if hasattr(policy, name)}
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in own]
+    line = f"line {frames[-1].lineno}: `{frames[-1].line}`: " if frames else ""
+    return f"policy {form.name}: {line}{type(error).__name__}: {error}"
 
 
 def _compile_now(built: Built, parts: Rewritten, policy: Any, entry_points: Any) -> None:

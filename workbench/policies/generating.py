@@ -149,6 +149,16 @@ class _Fold(ast.NodeTransformer):
         return node
 
 
+class _UnsignedIndex(ast.NodeTransformer):
+    """s[c] -> s[uint_(c)]: spares numba the test for an index from the end, which no chunk index is."""
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Name) and node.value.id in ("s", "t", "_s", "_t", "resident"):
+            node.slice = ast.Call(ast.Name("uint_", ast.Load()), [node.slice], [])
+        return node
+
+
 def _record_types(form: PolicyForm, mentions: set[str], object_semantics: bool) -> tuple[np.dtype, np.dtype, np.dtype]:
     chunk = dict(form.fields)
     chunk.update({name: CHUNK_FIELDS[name] for name in CHUNK_FIELDS if name in mentions})
@@ -168,11 +178,11 @@ def _record_types(form: PolicyForm, mentions: set[str], object_semantics: bool) 
 
 def _saved(head: list[str], functions: dict[str, str], entries: tuple[str, ...] | None) -> Path:
     """Write a module, unless it is there; `entries` get wrappers for Python, None leaves all uncompiled."""
-    imports = "int_ = int" if entries is None else "from numba import int64 as int_, njit"
+    imports = "int_ = uint_ = int" if entries is None else "from numba import int64 as int_, njit, uint64 as uint_"
     parts = [head[0], imports, *head[1:]]
     for name, source in functions.items():
         mark = "" if entries is None else ENTRY_MARK if name in entries else INNER_MARK
-        parts.append(mark + source)
+        parts.append(mark + ast.unparse(_UnsignedIndex().visit(ast.parse(source))))
     text = "\n\n".join(parts) + "\n"
     path = cache_folder() / f"kvworkbench_policy_{hashlib.sha256(text.encode()).hexdigest()[:20]}.py"
     if not path.exists():  # never rewritten: numba's cache goes by the file's time

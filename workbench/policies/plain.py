@@ -42,10 +42,15 @@ class Column:
         self._rows, self._name = rows, name
 
     def __getitem__(self, index: int) -> Any:
-        return getattr(self._rows[index], self._name)
+        return getattr(self._row(index), self._name)
 
     def __setitem__(self, index: int, value: Any) -> None:
-        setattr(self._rows[index], self._name, value)
+        setattr(self._row(index), self._name, value)
+
+    def _row(self, index: int) -> Any:
+        if not 0 <= index < len(self._rows):  # compiled, this would touch foreign memory
+            raise IndexError(f"self.{self._name}[{index}]: indices are 0 to {len(self._rows) - 1}")
+        return self._rows[index]
 
     def __len__(self) -> int:
         return len(self._rows)
