@@ -224,7 +224,16 @@ class PolicyComparison:
             f"mean over {points.height} capacities, n = {interval.n} {self.samples_are}. "
             f"Best {best['ahead']:+.1f} at {best['capacity_gib']:.3g} GiB, "
             f"worst {worst['ahead']:+.1f} at {worst['capacity_gib']:.3g} GiB. {_meaning(self.name, interval)}"
+            f"{self._against_the_best(rival)}"
         )
+
+    def _against_the_best(self, first: str) -> str:
+        """The other rival that is hardest to beat, in words; "" if there is none."""
+        others = [rival for rival in self.rivals if rival != first and not self._differences(rival).is_empty()]
+        if not others:
+            return ""
+        hardest = min(others, key=lambda rival: self.difference(rival).mean)
+        return f" Of the others {hardest} is hardest to beat: {self.difference(hardest).mean:+.1f}."
 
     def orphaned_share(self) -> float | None:
         """The greatest share of found chunks that lie behind a missing one; None before there is a point."""
@@ -311,7 +320,7 @@ def plot_curves(data: pl.DataFrame, *, own: str, title: str, samples_are: str = 
         _add_line(figure, str(name), group, styles[str(name)], own=own)
     kib = bytes_per_token / 1024
     figure.update_xaxes(title=f"capacity (GiB, at {kib:g} KiB a token)", type="log", **_doubling(data["capacity_gib"]))
-    figure.update_yaxes(title="hit rate by tokens (%)", range=[0, 100])
+    figure.update_yaxes(title="hit rate by tokens (%)", range=[0, min(100, 10 * (int(10 * data["hit_rate"].max()) + 2))])
     figure.update_layout(margin_b=70, hovermode="closest")
     return figure
 

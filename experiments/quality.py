@@ -28,7 +28,19 @@ from kernels.threads import thread_limit
 from workbench.codecs import Codec, codec_names, resolve_codec
 from workbench.layout import KVLayout
 
-__all__ = ["CodecQuality", "StudyModel", "measure_quality", "plot_quality", "quality_data", "sample_texts", "spread"]
+__all__ = [
+    "CodecQuality",
+    "Prefix",
+    "StudyModel",
+    "chunk_of_prefix",
+    "layout_of_prefix",
+    "measure_quality",
+    "pass_through",
+    "plot_quality",
+    "quality_data",
+    "sample_texts",
+    "spread",
+]
 
 DEFAULT_CODECS = [
     *(name for name in codec_names() if name != "raw"),
@@ -38,6 +50,7 @@ DEFAULT_CODECS = [
     "rotated(bits=3)",
     "turboquant(bits=3)",
     "ecsq(step=0.25)",
+    "ecsq(step=0.5, rope_theta=100000.0)",
     "ecsq(step=0.6)",
     "cachegen(key_bins=(64, 32, 32), value_bins=(64, 32, 32))",
 ]
@@ -169,9 +182,7 @@ def pass_through(codec: Codec, prefix: Prefix, layout: KVLayout) -> _Passage:
         _compile(codec, layout)
         for start in range(0, prefix.num_tokens, layout.chunk_tokens):
             tokens = slice(start, start + layout.chunk_tokens)
-            chunk = np.empty(layout.chunk_shape, np.uint8)
-            for view, part in zip(layout.keys_and_values(chunk), (prefix.keys, prefix.values), strict=True):
-                view[...] = _in_blocks(encode16(part[:, :, tokens], layout.dtype), layout)
+            chunk = chunk_of_prefix(prefix, layout, start)
             begin = time.thread_time()
             data = codec.encode(chunk, layout)
             middle = time.thread_time()
@@ -183,6 +194,15 @@ def pass_through(codec: Codec, prefix: Prefix, layout: KVLayout) -> _Passage:
                 flat = np.ascontiguousarray(view.transpose(0, 2, 1, 3, 4))
                 part[:, :, tokens] = decode16(flat, layout.dtype).reshape(part[:, :, tokens].shape)
     return passage
+
+
+def chunk_of_prefix(prefix: Prefix, layout: KVLayout, start: int) -> np.ndarray:
+    """The chunk of a prefix that begins at token `start`, in pages."""
+    chunk = np.empty(layout.chunk_shape, np.uint8)
+    tokens = slice(start, start + layout.chunk_tokens)
+    for view, part in zip(layout.keys_and_values(chunk), (prefix.keys, prefix.values), strict=True):
+        view[...] = _in_blocks(encode16(part[:, :, tokens], layout.dtype), layout)
+    return chunk
 
 
 @functools.cache
@@ -221,7 +241,7 @@ def measure_quality(
     for text in texts.values():
         tokens = model.tokenizer(text)["input_ids"][: prefix_tokens + scored_tokens]
         prefixes.append(model.prefix(tokens, prefix_tokens))
-    layout = _layout_of(prefixes[0])
+    layout = layout_of_prefix(prefixes[0])
     chosen = {codec: _Tally(codec) for codec in map(resolve_codec, codecs)}
     for prefix in prefixes:
         want = model.continuation(prefix, prefix.keys, prefix.values)
@@ -236,7 +256,8 @@ def measure_quality(
     return [tally.result() for tally in chosen.values()]
 
 
-def _layout_of(prefix: Prefix) -> KVLayout:
+def layout_of_prefix(prefix: Prefix) -> KVLayout:
+    """Pages as vLLM's CPU backend has them, chunks of 256 tokens."""
     layers, heads, _, size = prefix.keys.shape
     return KVLayout(
         num_layers=layers,

@@ -4,7 +4,9 @@
 
 Two semantics, always named. "prefix": the hit of a request is the contiguous prefix of resident chunks, its own chunks
 are never evicted for it, only leaves are evicted, and the policy hears of the request's chunks in touch order when it
-ends; this is what the live engine does. "object": each block access on its own, as in cache simulators for the web.
+ends; this is what the live engine does. "object": each block access on its own, as in cache simulators for the web;
+for a cache without prefix protection this is touch order head first. Touch order moves LRU by points only there: where
+only leaves are evicted, LRU hardly sees it, while policies with several queues do.
 """
 
 import time

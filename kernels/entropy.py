@@ -65,13 +65,23 @@ def normalize(counts: np.ndarray) -> np.ndarray:
     share = counts / counts.sum(-1, keepdims=True)
     frequencies = np.where(counts > 0, np.maximum(1, np.rint(share * SCALE)), 0).astype(np.int64)
     frequencies = np.minimum(frequencies, SCALE - 1)
-    for table in frequencies.reshape(-1, 256):
-        while table.sum() > SCALE:  # rounding, and raising the rare ones to 1, took too much
-            table[table.argmax()] -= 1
-        largest = int(table.argmax())
-        table[largest] += min(SCALE - table.sum(), SCALE - 1 - table[largest])
-        table[(largest + 1) % 256] += SCALE - table.sum()
+    tables = frequencies.reshape(-1, 256)
+    largest = tables.argmax(1)
+    missing = SCALE - tables.sum(1)
+    # The largest entry makes up for rounding, where that hardly changes it.
+    simple = (np.abs(missing) * 8 <= tables.max(1)) & (tables.max(1) + missing < SCALE)
+    tables[np.arange(len(tables)), largest] += np.where(simple, missing, 0)
+    for place in np.flatnonzero(~simple):
+        _settle(tables[place], largest[place])
     return frequencies.astype(np.uint16)
+
+
+def _settle(table: np.ndarray, largest: int) -> None:
+    """Make a table sum to the scale where its largest entry alone should not make up the difference."""
+    while table.sum() > SCALE:
+        table[table.argmax()] -= 1
+    table[largest] += min(SCALE - table.sum(), SCALE - 1 - table[largest])
+    table[(largest + 1) % 256] += SCALE - table.sum()
 
 
 def table_costs(frequencies: np.ndarray) -> np.ndarray:

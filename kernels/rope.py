@@ -3,9 +3,9 @@
     unrope(tiles, blocks, angles=..., plain=out)       out = round(x turned by -angle)
     rope(tiles, blocks, angles=..., plain=source)      x = round(source turned by +angle)
 
-A rotary embedding turns channel pairs (d, d + D/2) of token t by t * theta^(-2d/D) (Su et al., arXiv:2104.09864, in the
-half-split order of Llama). Turned back, a channel's keys stay close to one mean, and fewer bits describe them. Positions
-count from the start of the chunk: what is left is one constant turn, the same for all its tokens.
+A rotary embedding turns channel pairs (d, d + D/2) of token t by t * theta^(-2d/D) (Su et al., arXiv:2104.09864; the
+half-split order is Llama's). Turned back, a channel's keys stay close to one mean, and fewer bits describe them.
+Positions count from the start of the chunk: what is left is one constant turn, the same for all its tokens.
 
 tiles   `Tiles` of 16-bit values, D even
 blocks  (n,) int64, the blocks of one chunk, none skipped

@@ -66,7 +66,7 @@ def test_bailian_lines_with_keys_in_any_order(tmp_path):
 
 BAD = [
     ({**LINES[0], "hash_ids": [0, -1, 2]}, "negative id"),
-    ({**LINES[0], "hash_ids": [0, 1]}, r"2 blocks do not fit 1100 tokens in blocks of 512"),
+    ({**LINES[0], "hash_ids": [0]}, r"1 blocks do not fit 1100 tokens in blocks of 512"),
     ({"timestamp": 1, "output_length": 1, "hash_ids": []}, "missing input_length; got timestamp"),
     ({**LINES[0], "hash_ids": [0, 1.5, 2]}, "must be whole numbers"),
     ({**LINES[0], "hash_ids": "0"}, "ids a list"),

@@ -275,9 +275,12 @@ def _read_ragpulse(request: ReadRequest) -> Trace:
     """
     sizes: dict[int, int] = {}
     for file in sorted(request.path.parent.glob("[1-9]_*.jsonl")):
-        for line in file.read_text().splitlines():
-            first, second = json.loads(line).values()
-            sizes[int(first)] = int(second)
+        for number, line in _lines(file):
+            try:
+                component, tokens = json.loads(line).values()
+                sizes[int(component)] = int(tokens)
+            except (ValueError, AttributeError) as error:
+                raise InvalidInputError(f"{file}: row {number}: an id and a length are expected ({error})") from error
     rows = [_ragpulse_row(number, line, sizes) for number, line in _lines(request.path)]
     good = [row for row in rows if not isinstance(row, RowError)]
     ids = [b for _, _, _, _, blocks in good for b in blocks]
@@ -333,9 +336,8 @@ def _read_csv(request: ReadRequest) -> Trace:
     except pl.exceptions.PolarsError as error:
         raise InvalidInputError(f"{request.path}: not CSV ({error})") from error
     if "block_ids" in frame.columns:
-        text = pl.col("block_ids").cast(pl.String).fill_null("").str.strip_chars()
-        parts = pl.when(text == "").then(pl.lit([], pl.List(pl.String))).otherwise(text.str.split(" "))
-        frame = frame.with_columns(parts)
+        words = pl.col("block_ids").cast(pl.String).fill_null("").str.split(" ")
+        frame = frame.with_columns(words.list.eval(pl.element().filter(pl.element() != "")))
     return _from_frame(frame, request)
 
 

@@ -19,6 +19,7 @@ import polars as pl
 from experiments.plots._style import no_data_figure
 from experiments.policy_comparison import OPTIMUM, PolicyComparison, available_traces
 from experiments.traces import Trace
+from experiments.vllm_check import VllmCheck, check_in_vllm
 from experiments.widgets import markup
 from experiments.widgets.background import Background
 from experiments.widgets.live_chart import LiveChart
@@ -30,6 +31,7 @@ __all__ = ["PolicyLab"]
 
 _REDRAW_SECONDS = 0.1
 _FUTURE_ONLY = ("belady", "optimal")  # drawn anyway, as the bound
+_VLLM_IS_THERE = importlib.util.find_spec("vllm") is not None
 _ABOUT = "The class is checked against the contract of a policy, then replayed at every capacity beside the others."
 
 
@@ -131,11 +133,11 @@ class PolicyLab(widgets.VBox):
         self._stop = widgets.Button(description="Stop", disabled=True, tooltip="End after the current point")
         self._check = widgets.Button(description="Check in vLLM's manager", layout={"width": "auto"},
                                      tooltip="Replay through vLLM's own offloading manager")  # fmt: skip
-        self._check.disabled = not _vllm_check_is_there()
+        self._check.disabled = not _VLLM_IS_THERE
         self._export = widgets.Button(description="Export", tooltip="Write the class into a file of its own")
         self._run.on_click(lambda _: self._run_as_chosen())
         self._stop.on_click(lambda _: self.stop())
-        self._check.on_click(lambda _: self._work.start(self._check_in_vllm))
+        self._check.on_click(lambda _: self._start_check())
         self._export.on_click(lambda _: self._show_export())
         wrap = widgets.Layout(flex_flow="row wrap", width="100%")
         left = widgets.VBox((self._trace, self._seeds))
@@ -185,16 +187,25 @@ class PolicyLab(widgets.VBox):
 
     def _set_running(self, running: bool) -> None:
         self._run.disabled, self._stop.disabled = running, not running
+        self._check.disabled = running or not _VLLM_IS_THERE
 
     def _show_error(self, trace: str) -> None:
         self._message.value = markup.error_box("It did not work", [("error", trace.strip().splitlines()[-1])], trace=trace)
 
-    def _check_in_vllm(self) -> None:
-        """Replay the class in vLLM's own manager, beside our replay of the same trace and capacity."""
-        from workbench.policies.vllm_offload import check_in_vllm
+    def check_in_vllm(self) -> VllmCheck:
+        """Replay the first trace in vLLM's own manager, at the middle one of the capacities that hold every request."""
+        trace = self.comparison.traces[0]
+        enough = [c for c in self.comparison.capacities_chunks if c > trace.lengths.max()]
+        capacity = enough[len(enough) // 2] if enough else int(trace.lengths.max()) + 1
+        return check_in_vllm(self._policy, trace, capacity_chunks=capacity)
 
-        self._status.value = markup.progress_text(0, 0, "importing vLLM, which takes about 20 s")
-        self._message.value = markup.quiet(str(check_in_vllm(self._policy)))
+    def _start_check(self) -> None:
+        if self._work.start(self._show_check):
+            self._set_running(True)
+
+    def _show_check(self) -> None:
+        self._message.value = markup.quiet("Importing vLLM and replaying; this takes about half a minute.")
+        self._message.value = markup.quiet(self.check_in_vllm().text)
 
     def _show_export(self) -> None:
         try:
@@ -217,6 +228,3 @@ def _verdict_html(found: PolicyComparison) -> str:
 def _empty(why: str) -> go.Figure:
     return no_data_figure("Hit rate against capacity", why, template="light", badge="simulated")
 
-
-def _vllm_check_is_there() -> bool:
-    return all(importlib.util.find_spec(name) for name in ("vllm", "workbench.policies.vllm_offload"))

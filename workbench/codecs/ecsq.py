@@ -1,6 +1,6 @@
 """Entropy-coded uniform quantisation: no calibration, and the fewest bits at a given quality.
 
-    (keys turned back by their position) -> mean of each channel off -> one step for the whole layer -> rounded -> rANS, one table a channel
+    (keys turned back by position ->) mean of each channel off -> one step for the whole layer -> rounded -> rANS
 
 At high rate a uniform quantiser with an ideal entropy coder stays within 0.25 bit of the rate-distortion bound of any
 source (Gish and Pierce, 1968), and one step for all channels is what minimises the mean squared error. Loud channels
