@@ -1,7 +1,6 @@
 """The command line: what the notebooks do, in a terminal."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -103,20 +102,130 @@ def doctor(as_json: AsJson = False) -> None:
 @app.command()
 def lab(port: Annotated[int, typer.Option(help="0 for any free port.")] = 8888,
         browser: Annotated[bool, typer.Option(help="Open a browser window.")] = True) -> None:  # fmt: skip
-    """Open JupyterLab on 127.0.0.1 with the notebooks.
+    """Open JupyterLab on 127.0.0.1 with the notebooks; nothing leaves the machine.
 
     Example: `kvworkbench lab --no-browser`
     """
-    import subprocess
+    from experiments.lab import start_lab
 
-    notebooks = Path(__file__).parent.parent / "notebooks"
-    command = [sys.executable, "-m", "jupyterlab", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}",
-               f"--ServerApp.root_dir={notebooks}"]  # fmt: skip
-    if not browser:
-        command.append("--no-browser")
-    if os.geteuid() == 0:
-        command.append("--allow-root")
-    raise typer.Exit(subprocess.call(command))
+    raise typer.Exit(start_lab(port=port, browser=browser))
+
+
+@app.command()
+def explain(run: Annotated[Path, typer.Argument(help="A run's folder.")],
+            arm: Annotated[str | None, typer.Option(help="Only this arm.")] = None) -> None:  # fmt: skip
+    """Say why the cache did, or did not, make the first token come sooner.
+
+    Example: `kvworkbench explain runs/20260101-120000-demo-ab12`
+    """
+    from experiments.explain_run import explain_run
+
+    console.print(str(explain_run(run, arm=arm)), highlight=False, markup=False)
+
+
+@app.command()
+def export(source: Annotated[Path, typer.Argument(help="A notebook (.ipynb) or a run's folder.")],
+           out: Annotated[Path | None, typer.Option("--out", "-o", help="Target; its suffix says the form.")] = None) -> None:  # fmt: skip
+    """Write a notebook or a run as one page that opens offline, or a run as Parquet, CSV or PNG.
+
+    Example: `kvworkbench export notebooks/04_write_a_policy.ipynb -o policy.html`
+    """
+    from experiments.export import export as write
+
+    console.print(str(write(source, out)))
+
+
+@app.command()
+def traces(as_json: AsJson = False) -> None:
+    """List the traces that are known by name, whether they are here, and where they come from.
+
+    Example: `kvworkbench traces`
+    """
+    from experiments.traces.readers import KNOWN, data_folders
+
+    rows = []
+    for name, known in sorted(KNOWN.items()):
+        found = next((folder / known.path for folder in data_folders() if (folder / known.path).exists()), None)
+        rows.append({"trace": name, "here": "yes" if found else "no", "block_tokens": known.block_tokens,
+                     "origin": known.source, "put_it_in": "" if found else "data/ or $KVWORKBENCH_DATA"})  # fmt: skip
+    _print_rows(rows, as_json)
+
+
+@app.command()
+def replay(
+    trace: Annotated[str, typer.Argument(help="A known trace, a file, or chat, rag, agent, zipf (generated).")] = "",
+    policies: Annotated[str, typer.Option("--policy", help="Comma-separated: names, file.py:Class, module:Class.")] = "lru,s3fifo,optimal",
+    capacities: Annotated[str, typer.Option(help="Comma-separated, in chunks; by default a grid over the trace's own.")] = "",
+    semantics: Annotated[str, typer.Option(help="prefix (as the engine) or object (as web-cache simulators).")] = "prefix",
+    touch_order: Annotated[str, typer.Option(help="tail_first (as vLLM) or head_first.")] = "tail_first",
+    table: Annotated[str | None, typer.Option(help="Recompute a published table instead; 'list' lists them.")] = None,
+    skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave bad rows out and count them.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate: a trace through eviction policies at compiled speed.
+
+    Examples: `kvworkbench replay mooncake_conversation --policy lru,mine.py:Mine`, `kvworkbench replay --table kvcache_simulator`
+    """
+    if table is not None:
+        from experiments.tables import TABLES, reproduce
+
+        rows = [{"table": name} for name in TABLES] if table == "list" else reproduce(table).to_dicts()
+        _print_rows(rows, as_json)
+        return
+    from experiments.curves import hit_rate_curve
+
+    loaded = _trace(trace, skip_bad)
+    chosen = [int(c) for c in capacities.split(",")] if capacities else _capacity_grid(loaded.distinct)
+    with _Bar() as bar:
+        frame = hit_rate_curve(loaded, policies.split(","), capacities_chunks=chosen, semantics=semantics,
+                               touch_order=touch_order, progress=bar.count)  # fmt: skip
+    shown = ("policy", "capacity_chunks", "hit_rate", "hit_rate_by_chunks", "hit_rate_by_requests", "evictions", "cpu_seconds")
+    console.print(f"simulated: {loaded.name}, {loaded.requests:,} requests, {loaded.accesses:,} block accesses, "
+                  f"{loaded.distinct:,} distinct blocks of {loaded.block_tokens} tokens; {semantics}, {touch_order}",
+                  highlight=False)  # fmt: skip
+    _print_rows(frame.select(shown).to_dicts(), as_json)
+
+
+def _trace(name: str, skip_bad: bool) -> Any:
+    from experiments.traces import generators
+    from experiments.traces.readers import known_traces, load_trace
+    from workbench.errors import InvalidInputError
+
+    generated = ("chat", "rag", "agent", "zipf")
+    if not name:
+        raise InvalidInputError(f"replay needs a trace: one of {', '.join([*known_traces(), *generated])}, or a file")
+    return getattr(generators, name)() if name in generated else load_trace(name, skip_bad=skip_bad)
+
+
+def _capacity_grid(distinct: int) -> list[int]:
+    return sorted({max(1, round(distinct * share)) for share in (0.01, 0.03, 0.1, 0.3, 1.0)})
+
+
+policy_app = typer.Typer(no_args_is_help=True, help="Eviction policies: list them, check your own.")
+app.add_typer(policy_app, name="policy")
+
+
+@policy_app.command(name="list")
+def policy_list(as_json: AsJson = False) -> None:
+    """List the policies by name.
+
+    Example: `kvworkbench policy list`
+    """
+    from workbench.policies import policy_names
+
+    _print_rows([{"policy": name} for name in policy_names()], as_json)
+
+
+@policy_app.command(name="check")
+def policy_check(spec: Annotated[str, typer.Argument(help="A name, file.py:Class or module:Class.")]) -> None:
+    """Run the contract suite on a policy: a broken one is named with the step at which it broke.
+
+    Example: `kvworkbench policy check my_policies.py:Newest`
+    """
+    from workbench.testing import check_policy
+
+    check_policy(spec)
+    console.print(f"{spec} keeps the contract")
 
 
 class _Bar:
@@ -131,6 +240,11 @@ class _Bar:
         self._task = self._columns.add_task("", total=None, left="")
         self._columns.start()
         return self
+
+    def count(self, done: int, total: int) -> None:
+        """Steps that have no names and take no time worth a line each."""
+        if console.is_terminal:
+            self._columns.update(self._task, completed=done, total=total)
 
     def show(self, progress: Any) -> None:
         left = "" if progress.seconds_left is None else f"about {progress.seconds_left / 60:.1f} min left"
@@ -151,8 +265,14 @@ def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
 
     table = Table(*(rows[0] if rows else ["nothing"]))
     for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+        table.add_row(*(_cell(value) for value in row.values()))
     console.print(table)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6f}" if abs(value) < 10 else f"{value:,.1f}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "" if value is None else str(value)
 
 
 def main() -> None:
@@ -160,7 +280,7 @@ def main() -> None:
     try:
         app()
     except CacheError as error:
-        Console(stderr=True).print(f"[bold red]error[/] {error}", highlight=False, markup=True)
+        Console(stderr=True).print("error:", error, style="bold red", highlight=False, markup=False, soft_wrap=True)
         sys.exit(2)
 
 

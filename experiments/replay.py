@@ -159,8 +159,7 @@ def replay(
     """
     _check(capacity_chunks, semantics, touch_order)
     policy = resolve_policy(policy)
-    if semantics == "prefix":
-        trace = trace.as_prefixes()
+    trace = trace.as_prefixes() if semantics == "prefix" else trace
     built = ready(policy, semantics=semantics)
     state = make_state(built, policy, chunks=max(1, trace.distinct), capacity=capacity_chunks)
     _fill(state, trace, costs, capacity_chunks)
@@ -269,5 +268,5 @@ def _compile_prefixes(state: State) -> None:
     state.module.replay_prefixes.compile((*arrays, ids, ints, floats, floats, types.boolean, ints, ids))
 
 
-def _share(part: float, whole: float) -> float:
+def _share(part: Any, whole: Any) -> float:
     return float(part) / float(whole) if whole else 0.0

@@ -1,4 +1,5 @@
 # ruff: noqa: F821 - on_hit, evict, settle and the rest come with the policy and its order
+# pyright: reportUndefinedVariable=false
 """Replay loops: a template that workbench.policies.compiled joins with one policy (see workbench/policies/_order.py).
 
 Both return the number of evictions, or a negative number if the policy broke its contract. hits[q] is the number of

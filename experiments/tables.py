@@ -100,7 +100,9 @@ def _kv_cache_tester() -> Rows:
         rows, ids, offsets = packed["rows"], packed["ids"], packed["off"]
     main = np.flatnonzero(rows[:, 1] == 0)
     shares = consecutive_overlap(ids, offsets, main, rows[main, 0].astype(np.int64))
-    ours = dict(zip(("min", "P25", "median", "P75", "max"), np.percentile(shares, (0, 25, 50, 75, 100)), strict=True))
+    ours: dict[str, float] = dict(
+        zip(("min", "P25", "median", "P75", "max"), np.percentile(shares, (0, 25, 50, 75, 100)), strict=True)
+    )
     ours["mean"] = shares.mean()
     return [
         ("weka_claude_code", key, "", value, 100 * float(ours[key])) for key, value in published.KV_CACHE_TESTER.items()

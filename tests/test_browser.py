@@ -10,8 +10,11 @@ from urllib.parse import urlsplit
 
 import nbformat
 import pytest
+from synthetic_run import synthetic_run
 
+from experiments.export import export
 from experiments.lab import free_port, lab_command, lab_environment
+from experiments.notebook_files import notebook_sources
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 
@@ -42,14 +45,26 @@ class Broken:
 broken = PolicyLab(Broken)
 broken
 """
+RUN_CELLS = (
+    """
+from pathlib import Path
+from experiments.runs import Run
+from experiments.widgets import CacheExplorer, ExplainCard, RunBrowser
+RunBrowser("runs")
+""",
+    """ExplainCard("runs/20260101-cramped", arm="memory")""",
+    """CacheExplorer(Run(Path("runs/20260101-cramped")), arm="memory")""",
+)
 
 
 @pytest.fixture
 def server(tmp_path):
-    """A JupyterLab over a folder with one notebook; yields its address."""
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in (CELL, BROKEN_CELL)])
+    """A JupyterLab over a folder with one notebook and two runs; yields its address."""
+    cells = [nbformat.v4.new_code_cell(cell.strip()) for cell in (CELL, BROKEN_CELL, *RUN_CELLS)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
-    (tmp_path / "work").mkdir()
+    synthetic_run(memory_chunks=20).save(tmp_path / "work" / "runs" / "20260101-cramped")
+    synthetic_run(seed=1).save(tmp_path / "work" / "runs" / "20260102-roomy")
     nbformat.write(notebook, tmp_path / "work" / "panel.ipynb")
     port = free_port()
     command = lab_command(port=port, browser=False, folder=tmp_path / "work", token=TOKEN, app_in_browser=True)
@@ -87,6 +102,7 @@ def page(tmp_path):
         page.on("console", lambda m: page.faults.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda e: page.faults.append(str(e)))
         page.on("websocket", lambda s: s.on("framereceived", lambda data: page.received.append(len(data))))
+        page.folder = tmp_path
         page.shot = lambda name: page.screenshot(path=str(tmp_path / f"{name}.png"))
         yield page
         browser.close()
@@ -94,7 +110,7 @@ def page(tmp_path):
 
 def is_foreign(url: str) -> bool:
     parts = urlsplit(url)
-    return parts.scheme not in ("data", "blob") and parts.hostname != "127.0.0.1"
+    return parts.scheme not in ("data", "blob", "file") and parts.hostname != "127.0.0.1"
 
 
 def run_all(page) -> None:
@@ -145,6 +161,15 @@ def test_a_panel_is_drawn_while_it_runs_and_survives_reload_and_theme(server, pa
     broken.scroll_into_view_if_needed()
     page.shot("broken")
 
+    for number, name in enumerate(("runs", "explain", "explorer"), start=2):
+        cell = page.locator(".jp-Cell").nth(number)
+        cell.scroll_into_view_if_needed()
+        cell.locator(".jp-OutputArea-output").first.wait_for()
+        page.wait_for_timeout(500)
+        cell.locator(".jp-OutputArea").screenshot(path=page.folder / f"{name}.png")
+    assert page.locator(".jp-Cell").nth(4).locator("[role=img] .slice").count() > 20, "the prefix tree"
+    page.locator(".jp-Cell").first.scroll_into_view_if_needed()
+
     page.evaluate("() => { window.jupyterapp.commands.execute('docmanager:save'); }")
     page.wait_for_timeout(1000)
     page.reload()
@@ -160,6 +185,16 @@ def test_a_panel_is_drawn_while_it_runs_and_survives_reload_and_theme(server, pa
     assert page.foreign == []
     assert page.faults == []
     assert sum(page.received) < 16e6, "two page loads, plotly.js once each"
+
+
+def test_an_exported_notebook_opens_offline_with_its_figures(page, tmp_path):
+    source = next(path for path in notebook_sources() if path.stem == "04_write_a_policy").with_suffix(".ipynb")
+    target = export(source, tmp_path / "page.html")
+    page.goto(target.as_uri())
+    page.wait_for_selector(".js-plotly-plot .scatterlayer .trace")
+    page.shot("exported")
+    assert page.locator(".js-plotly-plot").count() == 1 and target.stat().st_size < 8e6
+    assert page.foreign == [] and page.faults == []
 
 
 def ink(page) -> str:

@@ -68,7 +68,7 @@ class _Walk:
 
     def request(self) -> None:
         """One prompt: hits, then inserts with evictions; its chunks are pinned meanwhile."""
-        path = tuple(self.rng.randrange(3) for _ in range(self.rng.randint(1, 7)))
+        path: tuple[int, ...] = tuple(self.rng.randrange(3) for _ in range(self.rng.randint(1, 7)))
         chain = [path[: n + 1] for n in range(len(path))]
         pinned = []
         for node in chain:

@@ -166,7 +166,7 @@ def run(*, short: bool = False, rounds: int = 5) -> dict[str, Any]:
 def _traces(short: bool, left_out: list[str]) -> list[tuple[Trace, tuple[int, ...]]]:
     if short:
         return [(zipf(objects=100_000, accesses=1_000_000), (10_000,))]
-    traces = [(zipf(), (1_000, 10_000, 100_000))]
+    traces: list[tuple[Trace, tuple[int, ...]]] = [(zipf(), (1_000, 10_000, 100_000))]
     try:
         traces.append((load_trace("weka_claude_code").head(accesses=WEKA_ACCESSES), (20_000, 200_000)))
     except InvalidInputError as error:

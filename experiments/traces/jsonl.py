@@ -50,7 +50,7 @@ def scan_lines(data: np.ndarray) -> tuple[dict[str, np.ndarray], list[RowError]]
     rows = np.empty(lines, np.int64)
     problems = np.empty((lines, 4), np.int64)  # row, code, first byte, last byte
     count, bad = _scan(data, numbers, ids, offsets, rows, problems)
-    columns = {name: numbers[i, :count] for i, name in enumerate(COLUMNS)}
+    columns: dict[str, np.ndarray] = {name: numbers[i, :count] for i, name in enumerate(COLUMNS)}
     columns["hash_ids"] = ids[: offsets[count]]
     columns["offsets"], columns["row"] = offsets[: count + 1], rows[:count]
     return columns, [_explain(data, *problem) for problem in problems[:bad].tolist()]

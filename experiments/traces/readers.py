@@ -152,7 +152,7 @@ def trace_from_frame(frame: pl.DataFrame, *, name: str = "frame", block_tokens: 
         problems += [RowError(int(row) + 1, "missing value", f"{what} is missing") for row in nulls]
     lists, input_tokens = lists.fill_null([]), input_tokens.fill_null(0)
     rows = len(frame)
-    columns = {
+    columns: dict[str, np.ndarray] = {
         "hash_ids": lists.explode(empty_as_null=False).to_numpy().astype(np.int64) if rows else np.empty(0, np.int64),
         "offsets": np.concatenate([[0], np.cumsum(lists.list.len().to_numpy(), dtype=np.int64)]),
         "row": np.arange(1, rows + 1),
@@ -212,7 +212,7 @@ def _joined(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     }
     lengths = [np.diff(part["offsets"]) for part in parts]
     columns["offsets"] = np.concatenate([[0], np.cumsum(np.concatenate(lengths or [np.empty(0, np.int64)]))])
-    columns.setdefault("chat_id", np.zeros(len(columns["row"])))
+    columns.setdefault("chat_id", np.zeros(len(columns["row"]), np.int64))
     return columns
 
 

@@ -141,6 +141,7 @@ class Trace:
         if (requests is None) == (accesses is None):
             raise InvalidInputError("head() takes requests or accesses, one of them")
         if requests is None:
+            assert accesses is not None
             requests = int(np.searchsorted(self.offsets, accesses, side="right")) - 1
         ids, _ = tree.densify(self.ids[: self.offsets[min(requests, self.requests)]])
         cut = slice(0, requests)

@@ -1,4 +1,5 @@
 # ruff: noqa: F821 - on_hit, evict and the rest come with the policy or from _hooks.py
+# pyright: reportUndefinedVariable=false
 """The order of one tier's chunks: which chunk goes next, with pins and prefixes kept out of the policies.
 
 A template. workbench.policies.compiled joins it with _hooks.py and the methods of one policy into a module, compiled or

@@ -1,4 +1,5 @@
 # ruff: noqa: F821 - touch, score and on_evict come with the policy or from _hooks.py
+# pyright: reportUndefinedVariable=false
 """The score form as a queue form: a lazy heap of the chunks that may go, lowest score first.
 
 A template like _order.py, whose functions it replaces. An entry of the heap is (score, order, chunk); `order` rises by
