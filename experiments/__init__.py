@@ -1,8 +1,8 @@
 """Experiments: workloads, real serving runs, replays, studies and the plots drawn from them.
 
-    from experiments import compare
-    run = compare("smollm2", arms=["none", "memory"])
-    run.requests                      # polars
+from experiments import compare
+run = compare("smollm2", arms=["none", "memory"])
+run.requests                      # polars
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
 """What a cache holds and how a prompt met it, read from its events alone.
 
-    events -> CacheState -> tiers, the chunks of a prompt, the prefix tree -> figures
+events -> CacheState -> tiers, the chunks of a prompt, the prefix tree -> figures
 """
 
 from collections import Counter
@@ -12,11 +12,11 @@ import polars as pl
 from experiments.plots._style import PALETTE, bar_fill, label_text, new_figure, no_data_figure
 from experiments.units import bytes_text
 
-__all__ = ["CacheState", "plot_prefix_tree", "plot_prompt"]
+__all__ = ["CacheState", "plot_prefix_tree", "plot_prompt", "tiers_text"]
 
 _ARRIVES, _LEAVES = ("store", "promote", "demote"), ("evict", "remove")
 _CHAIN = ("hit", "miss", "store", "dedup")
-_TREE_CHUNKS = 400  # drawn at most; the largest subtrees first
+_TREE_CHUNKS = 400  # drawn at most; the first that were met
 _GONE = "not stored"
 _TIER_STYLES = ((PALETTE[5], ""), (PALETTE[3], "/"), (PALETTE[2], "x"), (PALETTE[7], "."))
 _MISS_STYLE = (PALETTE[1], "\\")
@@ -75,9 +75,13 @@ class CacheState:
     def prompt(self, request: str) -> pl.DataFrame:
         """number, key, tokens, outcome ("hit", "miss" or "stored"), tier, reason: a row a chunk of a request."""
         met = self.events.filter(pl.col("request") == request, pl.col("kind").is_in(["hit", "miss"]))
-        outcomes = {key: (kind, tier, reason) for key, kind, tier, reason in met.select("key", "kind", "tier", "reason").iter_rows()}
+        outcomes = {
+            key: (kind, tier, reason)
+            for key, kind, tier, reason in met.select("key", "kind", "tier", "reason").iter_rows()
+        }
         rows = [
-            (number, key, self.tokens[key], *outcomes.get(key, ("stored", "", ""))) for number, key in enumerate(self.chains.get(request, []))
+            (number, key, self.tokens[key], *outcomes.get(key, ("stored", "", "")))
+            for number, key in enumerate(self.chains.get(request, []))
         ]
         names = ["number", "key", "tokens", "outcome", "tier", "reason"]
         types = [pl.Int64, pl.String, pl.Int64, *[pl.String] * 3]
@@ -87,10 +91,15 @@ class CacheState:
         """key, parent, tokens, uses, tier (fastest that holds it, or "not stored"): every chunk that was met."""
         order = list(self.nbytes)
         rows = [
-            (key, above, self.tokens[key], self.uses[key],
-             next((tier for tier in order if tier in self.where.get(key, ())), _GONE))
+            (
+                key,
+                above,
+                self.tokens[key],
+                self.uses[key],
+                next((tier for tier in order if tier in self.where.get(key, ())), _GONE),
+            )
             for key, above in self.parent.items()
-        ]  # fmt: skip
+        ]
         schema = {"key": pl.String, "parent": pl.String, "tokens": pl.Int64, "uses": pl.Int64, "tier": pl.String}
         return pl.DataFrame(rows, schema=schema, orient="row")
 
@@ -101,19 +110,29 @@ def plot_prompt(prompt: pl.DataFrame, request: str, *, template: str = "light", 
     if prompt.is_empty():
         return no_data_figure(title, "no request with a chunk yet", template=template, badge=badge)
     hit = prompt.filter(pl.col("outcome") == "hit")["tokens"].sum()
-    figure = new_figure(title, f"{label_text(badge)} · {hit:,} of {prompt['tokens'].sum():,} tokens in whole chunks hit",
-                        template=template, height=210)  # fmt: skip
+    figure = new_figure(
+        title,
+        f"{label_text(badge)} · {hit:,} of {prompt['tokens'].sum():,} tokens in whole chunks hit",
+        template=template,
+        height=210,
+    )
     prompt = prompt.with_columns(begin=pl.col("tokens").cum_sum() - pl.col("tokens"))
     styles = _outcome_styles(prompt)
     for (label,), group in prompt.with_columns(label=_label()).group_by("label", maintain_order=True):
         color, pattern = styles[str(label)]
         figure.add_bar(
-            base=group["begin"].to_list(), x=group["tokens"].to_list(), y=[""] * group.height, orientation="h", name=label_text(label),
+            base=group["begin"].to_list(),
+            x=group["tokens"].to_list(),
+            y=[""] * group.height,
+            orientation="h",
+            name=label_text(label),
             marker={**bar_fill(color, pattern), "line": {"color": "white", "width": 1}},
-            hovertext=[f"chunk {n}: {label_text(label)}<br>{t} tokens, key {k[:12]}…"
-                       for n, t, k in group.select("number", "tokens", "key").iter_rows()],
+            hovertext=[
+                f"chunk {n}: {label_text(label)}<br>{t} tokens, key {k[:12]}…"
+                for n, t, k in group.select("number", "tokens", "key").iter_rows()
+            ],
             hoverinfo="text",
-        )  # fmt: skip
+        )
     figure.update_xaxes(title="position in the prompt (tokens)")
     figure.update_layout(barmode="overlay", showlegend=True, bargap=0.1)
     return figure
@@ -126,26 +145,41 @@ def plot_prefix_tree(tree: pl.DataFrame, *, template: str = "light", badge: str 
     shown = tree.head(_TREE_CHUNKS)  # a parent is always met before its child
     leaves = set(shown["key"]) - set(shown["parent"])
     left_out = f" · {tree.height - shown.height:,} more chunks not drawn" if shown.height < tree.height else ""
-    figure = new_figure("Prefix tree", f"{label_text(badge)} · {tree.height:,} chunks, {len(leaves):,} ends{left_out}",
-                        template=template, height=420)  # fmt: skip
+    figure = new_figure(
+        "Prefix tree",
+        f"{label_text(badge)} · {tree.height:,} chunks, {len(leaves):,} ends{left_out}",
+        template=template,
+        height=420,
+    )
     styles = _tier_styles(tree["tier"].unique(maintain_order=True).to_list())
-    keys, tiers = shown["key"].to_list(), shown["tier"].to_list()
-    figure.add_icicle(
-        ids=["all", *keys], parents=["", *(above or "all" for above in shown["parent"])],
-        labels=["prompts", *(key[:6] for key in keys)], values=[0, *(int(key in leaves) for key in keys)], branchvalues="remainder",
-        tiling={"orientation": "h", "pad": 1}, pathbar={"visible": True},
-        marker={"colors": ["rgba(128,128,128,0.35)", *(styles[tier][0] for tier in tiers)],
-                "pattern": {"shape": ["", *(styles[tier][1] for tier in tiers)], "fgcolor": "white", "fillmode": "replace", "size": 5}},
-        hovertext=["", *(f"{label_text(tier)}<br>{tokens} tokens, {uses} hits" for tier, tokens, uses in
-                         shown.select("tier", "tokens", "uses").iter_rows())],
-        hoverinfo="text", textinfo="label", leaf={"opacity": 1},
-    )  # fmt: skip
+    figure.add_trace(_icicle(shown, leaves, styles))
     for tier, (color, pattern) in styles.items():  # an icicle has no legend of its own
-        figure.add_bar(x=[None], y=[None], name=label_text(tier),
-                       marker=bar_fill(color, pattern))  # fmt: skip
+        figure.add_bar(x=[None], y=[None], name=label_text(tier), marker=bar_fill(color, pattern))
     figure.update_xaxes(visible=False).update_yaxes(visible=False)
     figure.update_layout(showlegend=True, margin_b=50)
     return figure
+
+
+def _icicle(shown: pl.DataFrame, leaves: set[str], styles: dict[str, tuple[str, str]]) -> go.Icicle:
+    keys, tiers = shown["key"].to_list(), shown["tier"].to_list()
+    told = shown.select("tier", "tokens", "uses").iter_rows()
+    hatching = {"fgcolor": "white", "solidity": 0.15, "size": 7}
+    return go.Icicle(
+        ids=["all", *keys],
+        parents=["", *(above or "all" for above in shown["parent"])],
+        labels=["prompts", *(key[:6] for key in keys)],
+        values=[0, *(int(key in leaves) for key in keys)],
+        branchvalues="remainder",
+        tiling={"orientation": "h", "pad": 1},
+        marker={
+            "colors": ["rgba(128,128,128,0.35)", *(styles[tier][0] for tier in tiers)],
+            "pattern": {"shape": ["", *(styles[tier][1] for tier in tiers)], **hatching},
+        },
+        hovertext=["", *(f"{label_text(tier)}<br>{tokens} tokens, {uses} hits" for tier, tokens, uses in told)],
+        hoverinfo="text",
+        textinfo="label",
+        leaf={"opacity": 1},
+    )
 
 
 def tiers_text(tiers: pl.DataFrame) -> str:
@@ -156,9 +190,13 @@ def tiers_text(tiers: pl.DataFrame) -> str:
 
 def _label() -> pl.Expr:
     hit = pl.format("hit in {}", pl.col("tier"))
-    return pl.when(pl.col("outcome") == "hit").then(hit).when(pl.col("outcome") == "miss").then(
-        pl.format("miss: {}", pl.col("reason"))
-    ).otherwise(pl.lit("stored, never looked up"))  # fmt: skip
+    return (
+        pl.when(pl.col("outcome") == "hit")
+        .then(hit)
+        .when(pl.col("outcome") == "miss")
+        .then(pl.format("miss: {}", pl.col("reason")))
+        .otherwise(pl.lit("stored, never looked up"))
+    )
 
 
 def _outcome_styles(prompt: pl.DataFrame) -> dict[str, tuple[str, str]]:
@@ -171,4 +209,4 @@ def _outcome_styles(prompt: pl.DataFrame) -> dict[str, tuple[str, str]]:
 def _tier_styles(tiers: list[str]) -> dict[str, tuple[str, str]]:
     stored = [tier for tier in tiers if tier != _GONE]
     styles = {tier: _TIER_STYLES[number % len(_TIER_STYLES)] for number, tier in enumerate(stored)}
-    return styles | ({_GONE: ("#b8b8b8", "\\")} if _GONE in tiers else {})
+    return styles | ({_GONE: ("#c9ccd1", "")} if _GONE in tiers else {})

@@ -12,7 +12,7 @@ from workbench.errors import CacheError
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", pretty_exceptions_enable=False,
                   help="A KV-cache engine for LLM serving and the workbench around it.")  # fmt: skip
 console = Console(width=None if sys.stdout.isatty() else 120)
 
@@ -22,9 +22,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a ta
 
 @app.command()
 def demo(
-    model: Annotated[str, typer.Option(help="smollm2, random:llama-8layer, a folder or a Hugging Face name.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="smollm2, random:llama-8layer, a folder or a hub name.")] = "smollm2",
     quick: Annotated[bool, typer.Option("--quick", help="Shorter documents, fewer of them.")] = False,
-    arms: Annotated[str, typer.Option(help="Comma-separated: none, prefix_cache, memory, disk.")] = "none,prefix_cache,memory,disk",
+    arms: Annotated[str, typer.Option(help="Comma-separated.")] = "none,prefix_cache,memory,disk",
     threads: Annotated[int, typer.Option(help="Compute threads of each engine; 0 for all cores.")] = 0,
     seed: Annotated[int, typer.Option(help="Chooses texts and questions.")] = 0,
     runs: RunsFolder = Path("runs"),
@@ -75,7 +75,7 @@ def runs_command(runs: RunsFolder = Path("runs"), as_json: AsJson = False) -> No
 
 
 @app.command()
-def models(spec: Annotated[str, typer.Argument(help="A model to prepare.")] = "smollm2", as_json: AsJson = False) -> None:
+def models(spec: Annotated[str, typer.Argument(help="A model.")] = "smollm2", as_json: AsJson = False) -> None:
     """Prepare a model and say where it lies.
 
     Example: `kvworkbench models random:llama-8layer`
@@ -125,7 +125,7 @@ def explain(run: Annotated[Path, typer.Argument(help="A run's folder.")],
 
 @app.command()
 def export(source: Annotated[Path, typer.Argument(help="A notebook (.ipynb) or a run's folder.")],
-           out: Annotated[Path | None, typer.Option("--out", "-o", help="Target; its suffix says the form.")] = None) -> None:  # fmt: skip
+           out: Annotated[Path | None, typer.Option("--out", "-o", help="Its suffix says the form.")] = None) -> None:  # fmt: skip
     """Write a notebook or a run as one page that opens offline, or a run as Parquet, CSV or PNG.
 
     Example: `kvworkbench export notebooks/04_write_a_policy.ipynb -o policy.html`
@@ -154,9 +154,11 @@ def traces(as_json: AsJson = False) -> None:
 @app.command()
 def replay(
     trace: Annotated[str, typer.Argument(help="A known trace, a file, or chat, rag, agent, zipf (generated).")] = "",
-    policies: Annotated[str, typer.Option("--policy", help="Comma-separated: names, file.py:Class, module:Class.")] = "lru,s3fifo,optimal",
-    capacities: Annotated[str, typer.Option(help="Comma-separated, in chunks; by default a grid over the trace's own.")] = "",
-    semantics: Annotated[str, typer.Option(help="prefix (as the engine) or object (as web-cache simulators).")] = "prefix",
+    policies: Annotated[
+        str, typer.Option("--policy", help="Names, file.py:Class, module:Class.")
+    ] = "lru,s3fifo,optimal",
+    capacities: Annotated[str, typer.Option(help="Comma-separated, in chunks; a grid by default.")] = "",
+    semantics: Annotated[str, typer.Option(help="prefix (the engine's) or object (of web caches).")] = "prefix",
     touch_order: Annotated[str, typer.Option(help="tail_first (as vLLM) or head_first.")] = "tail_first",
     table: Annotated[str | None, typer.Option(help="Recompute a published table instead; 'list' lists them.")] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave bad rows out and count them.")] = False,
@@ -164,7 +166,8 @@ def replay(
 ) -> None:
     """Simulate: a trace through eviction policies at compiled speed.
 
-    Examples: `kvworkbench replay mooncake_conversation --policy lru,mine.py:Mine`, `kvworkbench replay --table kvcache_simulator`
+    Examples: `kvworkbench replay mooncake_conversation --policy lru,mine.py:Mine`,
+    `kvworkbench replay --table kvcache_simulator`
     """
     if table is not None:
         from experiments.tables import TABLES, reproduce
@@ -179,7 +182,8 @@ def replay(
     with _Bar() as bar:
         frame = hit_rate_curve(loaded, policies.split(","), capacities_chunks=chosen, semantics=semantics,
                                touch_order=touch_order, progress=bar.count)  # fmt: skip
-    shown = ("policy", "capacity_chunks", "hit_rate", "hit_rate_by_chunks", "hit_rate_by_requests", "evictions", "cpu_seconds")
+    shown = ("policy", "capacity_chunks", "hit_rate", "hit_rate_by_chunks", "hit_rate_by_requests", "evictions",
+             "cpu_seconds")  # fmt: skip
     console.print(f"simulated: {loaded.name}, {loaded.requests:,} requests, {loaded.accesses:,} block accesses, "
                   f"{loaded.distinct:,} distinct blocks of {loaded.block_tokens} tokens; {semantics}, {touch_order}",
                   highlight=False)  # fmt: skip
@@ -249,7 +253,8 @@ class _Bar:
     def show(self, progress: Any) -> None:
         left = "" if progress.seconds_left is None else f"about {progress.seconds_left / 60:.1f} min left"
         if console.is_terminal:
-            self._columns.update(self._task, description=progress.what, completed=progress.done, total=progress.total, left=left)
+            self._columns.update(self._task, description=progress.what, completed=progress.done, total=progress.total,
+                                 left=left)  # fmt: skip
         else:
             console.print(f"[{progress.done + 1}/{progress.total}] {progress.what}  {left}", highlight=False)
 
@@ -272,7 +277,9 @@ def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6f}" if abs(value) < 10 else f"{value:,.1f}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "" if value is None else str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "" if value is None else str(value)
 
 
 def main() -> None:

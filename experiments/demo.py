@@ -1,4 +1,4 @@
-"""The main job: real vLLM answers the same long prompts with and without reused KV, and a report shows what happened."""
+"""The main job: real vLLM answers the same long prompts with and without reused KV."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,7 +53,8 @@ def compare(model: str | Path | ModelSource = "smollm2", workload: Any = None, *
     # Room for every prompt of the run, so that vLLM's own prefix cache never evicts and is a fair comparison.
     kv_tokens = sum(-(-len(r.token_ids) // _BLOCK_TOKENS) * _BLOCK_TOKENS for r in workload.requests) + 2 * length
     vllm = {"max_model_len": length, "kv_cache_memory_bytes": kv_tokens * (source.bytes_per_token or 1 << 16)}
-    comparison = Comparison(str(source.path), workload, arms=arms, folder=folder, threads=threads, vllm=vllm, watch=watch)
+    comparison = Comparison(str(source.path), workload, arms=arms, folder=folder, threads=threads, vllm=vllm,
+                            watch=watch)  # fmt: skip
     rows = comparison.run()
     events = comparison.events()
     requests = requests_frame(folder.name, rows, events, shared_tokens(workload))

@@ -55,7 +55,8 @@ def _gpus() -> list[str]:
 def _commit() -> dict[str, Any]:
     root = str(Path(__file__).parent.parent)
     commit = _output("git", "-C", root, "rev-parse", "HEAD")
-    return {"commit": commit or None, "dirty": bool(_output("git", "-C", root, "status", "--porcelain")) if commit else None}
+    changes = _output("git", "-C", root, "status", "--porcelain")
+    return {"commit": commit or None, "dirty": bool(changes) if commit else None}
 
 
 def _output(*command: str) -> str:

@@ -1,6 +1,6 @@
 """Why did time to first token not fall? A stored run's requests and events, looked at cause by cause.
 
-    run -> facts of each arm that reuses -> findings, each with its number and the setting that mends it -> RunExplanation
+    run -> facts of each arm that reuses -> findings, each with its number and what mends it -> RunExplanation
 
     print(explain_run(run))                 # the causes, worst first
     explain_run(run, arm="memory").frame()  # every check, those that found nothing too
@@ -82,10 +82,10 @@ class RunExplanation:
 
     def frame(self) -> pl.DataFrame:
         """arm, cause, verdict, number, mend: every check of every arm."""
-        rows = [
-            (arm.arm, f.name, _STATE_TEXT[f.state], f.number, f.mend) for arm in self.arms for f in arm.findings
-        ]
-        return pl.DataFrame(rows, schema=dict.fromkeys(["arm", "cause", "verdict", "number", "mend"], pl.String), orient="row")
+        rows = [(arm.arm, f.name, _STATE_TEXT[f.state], f.number, f.mend) for arm in self.arms for f in arm.findings]
+        return pl.DataFrame(
+            rows, schema=dict.fromkeys(["arm", "cause", "verdict", "number", "mend"], pl.String), orient="row"
+        )
 
 
 def explain_run(run: Run | str | Path, *, arm: str | None = None) -> RunExplanation:
@@ -140,13 +140,13 @@ class _Facts:
         cold = answered(self.run.requests).filter(pl.col("cached_tokens") == 0, pl.col("prefill_s") > 0)
         preferred = cold.filter(pl.col("arm") == NO_REUSE)
         rows = preferred if preferred.height else cold.filter(pl.col("arm") == self.arm)
-        return None if rows.is_empty() else float(rows["prefill_s"].sum() / rows["prompt_tokens"].sum())
+        return None if rows.is_empty() else _quotient(rows, "prefill_s", "prompt_tokens")
 
     @cached_property
     def load_seconds(self) -> float | None:
         """Seconds of load a token, of requests that loaded something."""
         loaded = self.requests.filter(pl.col("load_s") > 0, pl.col("external_hit_tokens") > 0)
-        return None if loaded.is_empty() else float(loaded["load_s"].sum() / loaded["external_hit_tokens"].sum())
+        return None if loaded.is_empty() else _quotient(loaded, "load_s", "external_hit_tokens")
 
     @cached_property
     def speedup(self) -> Interval | None:
@@ -221,7 +221,9 @@ def _chunk_too_large(facts: _Facts) -> Finding:
     """vLLM's own cache shares more of the same prompts, because its blocks are smaller than a chunk."""
     name = "chunk larger than the shared prefix"
     finer = answered(facts.run.requests).filter(pl.col("arm") == PREFIX_CACHE)
-    pairs = facts.requests.join(finer.select("request_id", "repeat", finer="cached_tokens"), on=["request_id", "repeat"])
+    pairs = facts.requests.join(
+        finer.select("request_id", "repeat", finer="cached_tokens"), on=["request_id", "repeat"]
+    )
     if facts.arm == PREFIX_CACHE or pairs.is_empty() or facts.chunk_tokens is None:
         return _unknown(name, f"needs the arm {PREFIX_CACHE!r} beside it, whose blocks are smaller")
     lost = pairs.filter(pl.col("finer") > pl.col("expected_hit_tokens"))
@@ -265,7 +267,10 @@ def _evicted_first(facts: _Facts) -> Finding:
     lost, behind, found = facts.tokens_evicted_first, facts.tokens_behind, sum(facts.tokens_of("hit").values())
     share = (lost + behind) / max(1, lost + behind + found)
     evictions = facts.events.filter(pl.col("kind") == "evict").height
-    number = f"{lost:,} tokens were missed because they had been evicted, {behind:,} more lie behind those; {evictions:,} evictions"
+    number = (
+        f"{lost:,} tokens were missed because they had been evicted, {behind:,} more lie behind those; "
+        f"{evictions:,} evictions"
+    )
     mend = "memory_bytes up, a tier below it (disk_path), or another policy: `kvworkbench replay` shows which."
     return _finding(name, lost > 0 and share >= 0.1, share, number, mend)
 
@@ -292,13 +297,17 @@ def _not_stored(facts: _Facts) -> Finding:
     if facts.events.is_empty():
         return _unknown(name, "no events of this arm")
     counted = facts.events.filter(pl.col("kind").is_in(["load", "store", "drop"]), pl.col("reason") != "")
-    counted = counted.filter(pl.col("reason") != "evicted").group_by("kind", "reason").len().sort("len", descending=True)
+    counted = (
+        counted.filter(pl.col("reason") != "evicted").group_by("kind", "reason").len().sort("len", descending=True)
+    )
     total = facts.events.filter(pl.col("kind").is_in(["load", "store"])).height
     failed = int(counted["len"].sum())
     share = failed / max(1, total)
     reasons = "; ".join(f"{n} x {kind}: {reason}" for kind, reason, n in counted.head(3).iter_rows())
     number = f"{failed} of {total} stores and loads failed{f' ({reasons})' if reasons else ''}"
-    return _finding(name, share >= 0.05 or total == 0, share if total else 1.0, number, "Look at the tier: `kvworkbench doctor`.")
+    return _finding(
+        name, share >= 0.05 or total == 0, share if total else 1.0, number, "Look at the tier: `kvworkbench doctor`."
+    )
 
 
 def _queueing(facts: _Facts) -> Finding:
@@ -306,7 +315,7 @@ def _queueing(facts: _Facts) -> Finding:
     rows = facts.requests.filter(pl.col("queue_s").is_not_null())
     if rows.is_empty():
         return _unknown("waiting for a turn", "no queue times")
-    share = float(rows["queue_s"].sum() / rows["ttft_s"].sum())
+    share = _quotient(rows, "queue_s", "ttft_s")
     number = f"{share_text(share)} of TTFT is the wait for the scheduler"
     return _finding("waiting for a turn", share >= _LARGE, share, number, "Fewer requests at a time, or more engines.")
 
@@ -315,6 +324,10 @@ _CHECKS: tuple[Callable[[_Facts], Finding], ...] = (
     _only_cold, _short_prompts, _chunk_too_large, _other_keys, _not_stored, _evicted_first, _own_cache_hits, _slow_load,
     _queueing,
 )  # fmt: skip
+
+
+def _quotient(rows: pl.DataFrame, part: str, whole: str) -> float:
+    return float(rows[part].to_numpy().sum() / rows[whole].to_numpy().sum())
 
 
 def _finding(name: str, is_cause: bool, weight: float, number: str, mend: str) -> Finding:

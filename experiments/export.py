@@ -27,7 +27,7 @@ __all__ = ["RUN_FORMATS", "export", "export_notebook", "export_run"]
 RUN_FORMATS = (".html", ".png", ".parquet", ".csv")
 _PLOTLY, _WIDGET = "application/vnd.plotly.v1+json", "application/vnd.jupyter.widget-view+json"
 _POLICY = (
-    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; script-src \'unsafe-inline\'; '
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'unsafe-inline'; "
     "style-src 'unsafe-inline'; img-src data: blob:; font-src data:\">"
 )
 _SCRIPT = """<script>addEventListener("DOMContentLoaded", () => {
@@ -67,7 +67,8 @@ def export_notebook(source: Path, target: Path) -> Path:
     notebook = nbformat.read(source, 4)
     if not any(cell.get("outputs") for cell in notebook.cells):
         raise InvalidInputError(f"{source} holds no outputs; run it first: jupyter execute --inplace {source}")
-    exporter = HTMLExporter(mathjax_url="", require_js_url="", jquery_url="", widget_renderer_url="", embed_images=True)
+    exporter = HTMLExporter(mathjax_url="", require_js_url="", jquery_url="", widget_renderer_url="", embed_images=True,
+                            exclude_input_prompt=True, exclude_output_prompt=True)  # fmt: skip
     exporter.register_preprocessor(_InlineFigures, enabled=True)
     page, resources = exporter.from_notebook_node(notebook, {"metadata": {"name": source.stem}})
     head = _POLICY

@@ -68,7 +68,12 @@ def add_pictures(notebook: Any) -> None:
     """
     from kaleido import write_fig_from_object_sync
 
-    bundles = [output["data"] for cell in notebook.cells for output in cell.get("outputs", []) if FIGURE in output.get("data", {})]
+    bundles = [
+        output["data"]
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if FIGURE in output.get("data", {})
+    ]
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, f"{number}.png") for number in range(len(bundles))]
         orders = [_order(bundle[FIGURE], path) for bundle, path in zip(bundles, paths, strict=True)]

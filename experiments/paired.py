@@ -1,7 +1,7 @@
 """Two runs side by side: what was set differently, and what that did to the same requests.
 
-    settings_difference(a, b)   # every setting that is not the same
-    paired_difference(a, b)     # TTFT of b over TTFT of a, request by request, with its interval
+settings_difference(a, b)   # every setting that is not the same
+paired_difference(a, b)     # TTFT of b over TTFT of a, request by request, with its interval
 """
 
 import math
@@ -53,7 +53,9 @@ def paired_difference(first: Run, second: Run, *, measure: str = "ttft_s") -> pl
         arm, phase, n pairs, first_median, second_median, ratio (geometric mean), low, high (95 % interval), verdict.
     """
     keys = ["arm", "phase", "request_id", "repeat", "prompt_tokens"]
-    ours, theirs = (answered(run.requests).filter(pl.col(measure) > 0).select(*keys, measure) for run in (first, second))
+    ours, theirs = (
+        answered(run.requests).filter(pl.col(measure) > 0).select(*keys, measure) for run in (first, second)
+    )
     pairs = ours.join(theirs, on=keys, suffix="_second")
     rows = []
     for (arm, phase), group in pairs.group_by("arm", "phase", maintain_order=True):
@@ -70,17 +72,34 @@ def plot_paired_difference(data: pl.DataFrame, *, template: str = "light", badge
     data = data.filter(pl.col("n") > 1)
     if data.is_empty():
         return no_data_figure(_TITLE, "the two runs share no two requests of an arm", template=template, badge=badge)
-    figure = new_figure(_TITLE, f"{label_text(badge)} · geometric mean and 95 % interval · left of 1: the second is sooner",
-                        template=template, height=190 + 34 * data.height)  # fmt: skip
-    rows = [f"{row['arm']}, {PHASE_TEXT.get(row['phase'], row['phase'])}, n = {row['n']}" for row in data.iter_rows(named=True)]
+    figure = new_figure(
+        _TITLE,
+        f"{label_text(badge)} · mean ratio and 95 % interval · left of 1: the second is sooner",
+        template=template,
+        height=190 + 34 * data.height,
+    )
+    rows = [
+        f"{row['arm']}, {PHASE_TEXT.get(row['phase'], row['phase'])}, n = {row['n']}"
+        for row in data.iter_rows(named=True)
+    ]
     figure.add_scatter(
-        x=data["ratio"].to_list(), y=[label_text(row) for row in rows], mode="markers",
-        marker={"size": 11, "color": PALETTE[5], "symbol": "diamond"}, hovertext=data["verdict"].to_list(), hoverinfo="x+y+text",
-        error_x={"array": (data["high"] - data["ratio"]).to_list(), "arrayminus": (data["ratio"] - data["low"]).to_list(),
-                 "color": PALETTE[5], "thickness": 2},
-    )  # fmt: skip
+        x=data["ratio"].to_list(),
+        y=[label_text(row) for row in rows],
+        mode="markers",
+        marker={"size": 11, "color": PALETTE[5], "symbol": "diamond"},
+        hovertext=data["verdict"].to_list(),
+        hoverinfo="x+y+text",
+        error_x={
+            "array": (data["high"] - data["ratio"]).to_list(),
+            "arrayminus": (data["ratio"] - data["low"]).to_list(),
+            "color": PALETTE[5],
+            "thickness": 2,
+        },
+    )
     figure.add_vline(x=1, line={"color": REFERENCE_COLOR, "dash": "dash"})
-    figure.update_xaxes(title="ratio of TTFT (1 = equal)", type="log", tickvals=_TICKS, ticktext=[f"{t:g}" for t in _TICKS])
+    figure.update_xaxes(
+        title="ratio of TTFT (1 = equal)", type="log", tickvals=_TICKS, ticktext=[f"{t:g}" for t in _TICKS]
+    )
     figure.update_yaxes(autorange="reversed")
     return figure
 

@@ -25,15 +25,27 @@ from workbench.policies import resolve_policy
 from workbench.policies.base import form_of
 from workbench.testing import check_policy
 
-__all__ = ["CEILING", "GENERATED_TRACES", "OPTIMUM", "BrokenPolicy", "PolicyComparison", "available_traces", "plot_curves"]
+__all__ = [
+    "CEILING",
+    "GENERATED_TRACES",
+    "OPTIMUM",
+    "BrokenPolicy",
+    "PolicyComparison",
+    "available_traces",
+    "plot_curves",
+]
 
 GENERATED_TRACES: dict[str, Callable[..., Trace]] = {"chat": chat, "rag": rag, "agent": agent}
 CEILING, OPTIMUM = "unlimited cache", "knows the future"
 _PARTS = 20  # contiguous parts of a recorded trace
 _STYLES = (
-    (PALETTE[5], "square", "dash"), (PALETTE[3], "diamond", "dot"), (PALETTE[7], "triangle-up", "dashdot"),
-    (PALETTE[1], "cross", "longdash"), (PALETTE[2], "x", "longdashdot"), (PALETTE[8], "star", "dash"),
-)  # fmt: skip
+    (PALETTE[5], "square", "dash"),
+    (PALETTE[3], "diamond", "dot"),
+    (PALETTE[7], "triangle-up", "dashdot"),
+    (PALETTE[1], "cross", "longdash"),
+    (PALETTE[2], "x", "longdashdot"),
+    (PALETTE[8], "star", "dash"),
+)
 
 
 @dataclass(frozen=True)
@@ -73,8 +85,16 @@ class PolicyComparison:
         bytes_per_token: Of KV, for the axis; 128 KiB is Llama-3.1-8B in bfloat16.
     """
 
-    def __init__(self, policy: Any, *, rivals: Sequence[Any] = ("lru", "arc", "s3fifo"), trace: str | Trace = "chat",
-                 seeds: int = 5, capacities: int = 7, bytes_per_token: int = 131072):  # fmt: skip
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        rivals: Sequence[Any] = ("lru", "arc", "s3fifo"),
+        trace: str | Trace = "chat",
+        seeds: int = 5,
+        capacities: int = 7,
+        bytes_per_token: int = 131072,
+    ):
         if not rivals or seeds < 1 or capacities < 1 or bytes_per_token < 1:
             raise InvalidInputError("a comparison needs at least 1 rival, 1 seed, 1 capacity and 1 byte a token")
         self.policy = resolve_policy(policy)
@@ -122,8 +142,12 @@ class PolicyComparison:
         except CacheError as error:
             self.broken = BrokenPolicy(self.name, str(error), "capacity 24 chunks, random requests, seed 0")
         except Exception as error:  # the reader's own code: whatever it raises is shown, not swallowed
-            self.broken = BrokenPolicy(self.name, f"{type(error).__name__}: {error}", "capacity 24 chunks, seed 0",
-                                       traceback.format_exc(limit=-4))  # fmt: skip
+            self.broken = BrokenPolicy(
+                self.name,
+                f"{type(error).__name__}: {error}",
+                "capacity 24 chunks, seed 0",
+                traceback.format_exc(limit=-4),
+            )
         return self.broken is None
 
     def steps(self) -> Iterator[tuple[str, int]]:
@@ -169,21 +193,30 @@ class PolicyComparison:
         parts = np.array_split(np.arange(trace.requests), min(_PARTS, trace.requests))
         asked = trace.input_tokens
         return [
-            self._row(label, capacity, number, float(found[p].sum() / max(1, asked[p].sum())), orphaned,
-                      int(asked[p].sum()))
+            self._row(
+                label, capacity, number, float(found[p].sum() / max(1, asked[p].sum())), orphaned, int(asked[p].sum())
+            )
             for number, p in enumerate(parts)
-        ]  # fmt: skip
+        ]
 
     def _orphaned(self, policy: Any, capacity: int, trace: Trace) -> float:
         """Share of found chunks behind a missing one, if nothing kept a parent from going before its child."""
         loose = replay(trace, policy, capacity_chunks=capacity, semantics="object")
         return 1.0 - float(loose.leading_chunks.sum()) / max(1, int(loose.hit_chunks.sum()))
 
-    def _row(self, policy: str, capacity: int, sample: int, rate: float, orphaned: float | None,
-             weight: int | None) -> dict[str, Any]:  # fmt: skip
+    def _row(
+        self, policy: str, capacity: int, sample: int, rate: float, orphaned: float | None, weight: int | None
+    ) -> dict[str, Any]:
         nbytes = capacity * self.traces[0].block_tokens * self.bytes_per_token
-        return {"policy": policy, "capacity_chunks": capacity, "capacity_gib": nbytes / 2**30, "sample": sample,
-                "hit_rate": rate, "orphaned_share": orphaned, "tokens": weight}  # fmt: skip
+        return {
+            "policy": policy,
+            "capacity_chunks": capacity,
+            "capacity_gib": nbytes / 2**30,
+            "sample": sample,
+            "hit_rate": rate,
+            "orphaned_share": orphaned,
+            "tokens": weight,
+        }
 
     # ---------------------------------------------------------------- what was found
 
@@ -199,8 +232,9 @@ class PolicyComparison:
     def table(self) -> pl.DataFrame:
         """Hit rate in per cent, a row a policy and a column a capacity."""
         points = curve_data(self.frame()).with_columns(
-            capacity=pl.format("{} GiB", pl.col("capacity_gib").round_sig_figs(3)), percent=(100 * pl.col("hit_rate")).round(1)
-        )  # fmt: skip
+            capacity=pl.format("{} GiB", pl.col("capacity_gib").round_sig_figs(3)),
+            percent=(100 * pl.col("hit_rate")).round(1),
+        )
         return points.pivot("capacity", index="policy", values="percent")
 
     def difference(self, rival: str | None = None) -> Interval:
@@ -253,9 +287,14 @@ class PolicyComparison:
 
     def figure(self, *, template: str = "light") -> go.Figure:
         """The curves found so far."""
-        return plot_curves(curve_data(self.frame()), own=self.name, title=f"Hit rate on {self.traces[0].name}",
-                           samples_are=self.samples_are, bytes_per_token=self.bytes_per_token,
-                           template=template)  # fmt: skip
+        return plot_curves(
+            curve_data(self.frame()),
+            own=self.name,
+            title=f"Hit rate on {self.traces[0].name}",
+            samples_are=self.samples_are,
+            bytes_per_token=self.bytes_per_token,
+            template=template,
+        )
 
     def _paired(self, rival: str) -> pl.DataFrame:
         keys = ["capacity_chunks", "capacity_gib", "sample"]
@@ -272,8 +311,15 @@ class PolicyComparison:
         return self._paired(rival).group_by("capacity_gib", maintain_order=True).agg(pl.col("ahead").mean())
 
 
-_SCHEMA = {"policy": pl.String, "capacity_chunks": pl.Int64, "capacity_gib": pl.Float64, "sample": pl.Int64,
-           "hit_rate": pl.Float64, "orphaned_share": pl.Float64, "tokens": pl.Int64}  # fmt: skip
+_SCHEMA = {
+    "policy": pl.String,
+    "capacity_chunks": pl.Int64,
+    "capacity_gib": pl.Float64,
+    "sample": pl.Int64,
+    "hit_rate": pl.Float64,
+    "orphaned_share": pl.Float64,
+    "tokens": pl.Int64,
+}
 
 
 def available_traces() -> list[str]:
@@ -295,8 +341,15 @@ def curve_data(frame: pl.DataFrame) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=dict(zip(names, types, strict=True)), orient="row")
 
 
-def plot_curves(data: pl.DataFrame, *, own: str, title: str, samples_are: str = "seeds", bytes_per_token: int = 131072,
-                template: str = "light") -> go.Figure:  # fmt: skip
+def plot_curves(
+    data: pl.DataFrame,
+    *,
+    own: str,
+    title: str,
+    samples_are: str = "seeds",
+    bytes_per_token: int = 131072,
+    template: str = "light",
+) -> go.Figure:
     """Hit rate against capacity, a line a policy; the bars are 95 % intervals over samples.
 
     Args:
@@ -310,19 +363,31 @@ def plot_curves(data: pl.DataFrame, *, own: str, title: str, samples_are: str = 
     if data.is_empty():
         return no_data_figure(title, "no point has been computed yet", template=template, badge="simulated")
     n = data["n"].max()
-    figure = new_figure(title, f"simulated · n = {n} {samples_are} · bars: 95 % interval · touched tail first",
-                        template=template, height=440)  # fmt: skip
-    rivals = [name for name in data["policy"].unique(maintain_order=True) if name not in (own, CEILING, OPTIMUM)]
-    styles = {name: _STYLES[number % len(_STYLES)] for number, name in enumerate(rivals)}
-    styles |= {own: (PALETTE[6], "circle", "solid"), OPTIMUM: (REFERENCE_COLOR, "circle-open", "dot"),
-               CEILING: (REFERENCE_COLOR, "line-ew", "dash")}  # fmt: skip
+    figure = new_figure(
+        title,
+        f"simulated · n = {n} {samples_are} · bars: 95 % interval · touched tail first",
+        template=template,
+        height=440,
+    )
+    styles = _styles(data["policy"].unique(maintain_order=True).to_list(), own)
     for (name,), group in data.group_by("policy", maintain_order=True):
         _add_line(figure, str(name), group, styles[str(name)], own=own)
     kib = bytes_per_token / 1024
     figure.update_xaxes(title=f"capacity (GiB, at {kib:g} KiB a token)", type="log", **_doubling(data["capacity_gib"]))
-    figure.update_yaxes(title="hit rate by tokens (%)", range=[0, min(100, 10 * (int(10 * data["hit_rate"].max()) + 2))])
+    top = min(100, 10 * (int(10 * data["hit_rate"].to_numpy().max()) + 2))
+    figure.update_yaxes(title="hit rate by tokens (%)", range=[0, top])
     figure.update_layout(margin_b=70, hovermode="closest")
     return figure
+
+
+def _styles(names: list[str], own: str) -> dict[str, tuple[str, str, str]]:
+    """Colour, symbol and dash of each line; the reader's own policy, the bound and the ceiling have fixed ones."""
+    rivals = [name for name in names if name not in (own, CEILING, OPTIMUM)]
+    return {name: _STYLES[number % len(_STYLES)] for number, name in enumerate(rivals)} | {
+        own: (PALETTE[6], "circle", "solid"),
+        OPTIMUM: (REFERENCE_COLOR, "circle-open", "dot"),
+        CEILING: (REFERENCE_COLOR, "line-ew", "dash"),
+    }
 
 
 def _add_line(figure: go.Figure, name: str, group: pl.DataFrame, style: tuple[str, str, str], *, own: str) -> None:
@@ -331,22 +396,27 @@ def _add_line(figure: go.Figure, name: str, group: pl.DataFrame, style: tuple[st
     halves = [100 * (half or 0.0) for half in group["half_interval"]]
     hover = [
         f"<b>{label_text(name)}</b><br>{gib:.3g} GiB = {chunks:,} chunks<br>hit rate {rate:.1f} % ± {half:.1f}, n = {n}"
-        for gib, chunks, rate, half, n in zip(group["capacity_gib"], group["capacity_chunks"], rates, halves, group["n"],
-                                              strict=True)
-    ]  # fmt: skip
+        for gib, chunks, rate, half, n in zip(
+            group["capacity_gib"], group["capacity_chunks"], rates, halves, group["n"], strict=True
+        )
+    ]
     figure.add_scatter(
-        x=group["capacity_gib"].to_list(), y=rates, name=label_text(name), mode="lines" if name == CEILING else "lines+markers",
+        x=group["capacity_gib"].to_list(),
+        y=rates,
+        name=label_text(name),
+        mode="lines" if name == CEILING else "lines+markers",
         line={"color": color, "dash": dash, "width": 3.5 if name == own else 2},
         marker={"symbol": symbol, "size": 10 if name == own else 8, "color": color},
         error_y=None if bare else {"array": halves, "color": color, "thickness": 1.2, "width": 3},
-        hovertext=hover, hoverinfo="text",
-    )  # fmt: skip
+        hovertext=hover,
+        hoverinfo="text",
+    )
 
 
 def _doubling(capacities: pl.Series) -> dict[str, Any]:
     """Ticks at powers of two around the capacities."""
-    low, high = np.floor(np.log2(capacities.min())), np.ceil(np.log2(capacities.max()))
-    ticks = [2.0**power for power in np.arange(low, high + 1)]
+    powers = np.log2(capacities.to_numpy())
+    ticks = [2.0**power for power in np.arange(np.floor(powers.min()), np.ceil(powers.max()) + 1)]
     return {"tickvals": ticks, "ticktext": [f"{tick:.3g}" for tick in ticks]}
 
 

@@ -20,7 +20,9 @@ def provenance(badge: str) -> str:
         raise InvalidInputError(f"a result is {' or '.join(_BADGES)}, not {badge!r}")
     found = describe_environment()
     device = found["gpus"][0].partition(",")[0] if found["gpus"] else f"{found['cpu']}, {found['cores']} cores"
-    commit = f"commit {found['commit'][:7]}{' with changes' if found['dirty'] else ''}" if found["commit"] else "no commit"
+    commit = (
+        f"commit {found['commit'][:7]}{' with changes' if found['dirty'] else ''}" if found["commit"] else "no commit"
+    )
     return f"{badge} · {device} · kvworkbench {_own_version()}, {commit} · {found['time'][:10]}"
 
 

@@ -1,9 +1,9 @@
 """The run store: one folder a run, Parquet and JSON, readable without this package.
 
-    runs/<id>/requests.parquet   one row a request and arm
-              events.parquet     what the engines did, chunk by chunk
-              environment.json   machine, versions, commit, model, workload, effective settings of each arm
-              report.html, report.png
+runs/<id>/requests.parquet   one row a request and arm
+          events.parquet     what the engines did, chunk by chunk
+          environment.json   machine, versions, commit, model, workload, effective settings of each arm
+          report.html, report.png
 """
 
 import json
@@ -91,7 +91,8 @@ def list_runs(root: Path = RUNS_FOLDER) -> list[Run]:
     return [Run(path.parent) for path in sorted(Path(root).glob("*/environment.json"))]
 
 
-def requests_frame(run_id: str, rows: list[dict[str, Any]], events: pl.DataFrame, shared_tokens: dict[str, int]) -> pl.DataFrame:
+def requests_frame(run_id: str, rows: list[dict[str, Any]], events: pl.DataFrame,
+                   shared_tokens: dict[str, int]) -> pl.DataFrame:  # fmt: skip
     """The rows of a comparison as a frame, completed from the events and compared across arms.
 
     Args:
@@ -101,7 +102,9 @@ def requests_frame(run_id: str, rows: list[dict[str, Any]], events: pl.DataFrame
         shared_tokens: Tokens before the document, by request; tells a reused document from a reused system prompt.
     """
     loads = _load_seconds(events)
-    reference = {arm: {r["request_id"]: r["token_ids"] for r in rows if r["arm"] == arm} for arm in ("none", "prefix_cache")}
+    reference = {
+        arm: {r["request_id"]: r["token_ids"] for r in rows if r["arm"] == arm} for arm in ("none", "prefix_cache")
+    }
     full = []
     for row in rows:
         name, load_s = row["request_id"], loads.get((row["arm"], row["engine_request"]), 0.0)

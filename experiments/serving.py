@@ -1,7 +1,7 @@
 """Real vLLM, with and without reuse: engines as processes, arms, and one workload through several of them.
 
-    arms -> one engine process each -> first questions, rotating through the arms -> restart where an arm asks for it
-         -> repeated questions, rotating -> requests and events as frames -> a run
+arms -> one engine process each -> first questions, rotating through the arms -> restart where an arm asks for it
+     -> repeated questions, rotating -> requests and events as frames -> a run
 """
 
 import itertools
@@ -127,7 +127,9 @@ class EngineProcess:
         self.start_seconds = time.perf_counter() - began
         return self
 
-    def generate(self, token_ids: Sequence[int] | np.ndarray, *, max_tokens: int = 16, **options: Any) -> dict[str, Any]:
+    def generate(
+        self, token_ids: Sequence[int] | np.ndarray, *, max_tokens: int = 16, **options: Any
+    ) -> dict[str, Any]:
         """Answer one prompt greedily, alone in the engine. See `experiments.engine_process` for what comes back.
 
         Args:
@@ -260,7 +262,7 @@ class Comparison:
         from workbench.events import Event, events_frame
 
         frames = []
-        for arm, start in ((arm, start) for arm in self.arms for start in range(self._starts[arm.name])):
+        for arm, start in [(arm, start) for arm in self.arms for start in range(self._starts[arm.name])]:
             path = self._events_path(arm, start)
             lines = path.read_text().splitlines() if path.exists() else []
             frame = events_frame(Event(*json.loads(line)) for line in lines)
@@ -336,4 +338,3 @@ class Comparison:
         left = elapsed / self._done * (total - self._done) if self._done > len(self.arms) else None
         self.watch(Progress(self._done, total, what, left))
         self._done += 1
-

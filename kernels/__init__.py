@@ -3,10 +3,12 @@
 One operation a file: `<op>.py` holds the contract, the plain reference that defines the bytes, and the dispatch;
 `<op>_numba.py` and `<op>_triton.py` hold the fast versions and are imported when they are first called.
 
-    pages       whole pages <-> chunks            quantize   KV in pages <-> 8 to 2 bit codes, gather fused
-    slots       single tokens <-> plain arrays    rotate     Hadamard rotation before low-bit quantisation
-    byteplanes  16-bit values <-> two byte planes entropy    rANS coder for small alphabets
+    pages       whole pages <-> chunks                  quantize   KV in pages <-> 8 to 2 bit codes, gather fused
+    slots       single tokens <-> plain arrays          rotate     Hadamard rotation before low-bit quantisation
+    byteplanes  16-bit values <-> two byte planes       entropy    rANS coder for small alphabets
+    symbols     uniform quantisation into symbols       rope       keys turned back by their rotary position
     tiles       where the (block, head) tiles of K or of V lie in a paged cache
+    threads     a kernel's units of work over several threads
     timing      one timer: repeats, and bytes/s as a ratio to a plain copy in the same run
 """
 

@@ -36,7 +36,12 @@ tokenizer = AutoTokenizer.from_pretrained(str(model.path))
 workload = long_document(tokenizer, groups=5, documents_per_group=1, document_tokens=800 if quick else 3000,
                          questions=2, max_tokens=8)  # fmt: skip
 print(workload.description)
-print("reusable at most:", workload.upper_bound_hit_tokens(256).sum(), "of", sum(len(r.token_ids) for r in workload.requests))
+print(
+    "reusable at most:",
+    workload.upper_bound_hit_tokens(256).sum(),
+    "of",
+    sum(len(r.token_ids) for r in workload.requests),
+)
 
 # %% [markdown]
 # ## Run it, without and with reuse
@@ -46,7 +51,16 @@ arms = ["none", "prefix_cache", "memory"]
 run = compare(model, workload, arms=arms, name="quickstart")
 
 # %%
-columns = ["arm_label", "phase", "n", "ttft_median_s", "hit_tokens", "expected_hit_tokens", "equal_none", "compared_none"]
+columns = [
+    "arm_label",
+    "phase",
+    "n",
+    "ttft_median_s",
+    "hit_tokens",
+    "expected_hit_tokens",
+    "equal_none",
+    "compared_none",
+]
 summary_table(run.requests, run.events).select(columns)
 
 # %%

@@ -11,9 +11,9 @@
 # %% [markdown]
 # # What becomes of a prompt's KV?
 #
-# A prompt's KV is cut into chunks. Each chunk is named by all the tokens before it, so the next prompt finds whatever it
-# has in common with an earlier one. Here one engine, without a model, stores, finds, evicts and reloads chunks, and tells
-# what it did. Hits, bytes and evictions are **measured** in that engine; the KV itself is random numbers.
+# A prompt's KV is cut into chunks. Each chunk is named by all the tokens before it, so the next prompt finds whatever
+# it has in common with an earlier one. Here one engine, without a model, stores, finds, evicts and reloads chunks, and
+# tells what it did. Hits, bytes and evictions are **measured** in that engine; the KV itself is random numbers.
 
 # %%
 import tempfile
@@ -37,7 +37,9 @@ rng = np.random.default_rng(0)
 arrays = [rng.integers(0, 256, (128, layout.page_nbytes), np.uint8) for _ in range(layout.num_layers)]
 pages = PageTable(arrays)
 folder = tempfile.TemporaryDirectory()
-engine = CacheEngine(Identity(layout=layout, weights="example"), memory_bytes=12 * layout.chunk_nbytes, disk_path=folder.name)
+engine = CacheEngine(
+    Identity(layout=layout, weights="example"), memory_bytes=12 * layout.chunk_nbytes, disk_path=folder.name
+)
 for tier in engine.tiers():
     print(f"{tier.name}: room for {tier.capacity_bytes // layout.chunk_nbytes:,} chunks")
 
@@ -47,12 +49,12 @@ for tier in engine.tiers():
 # %%
 document = rng.integers(0, 32_000, 480)
 first = np.concatenate([document, rng.integers(0, 32_000, 60)])
-there, elsewhere = list(range(0, 40)), list(range(64, 104))
+there, elsewhere = list(range(40)), list(range(64, 104))
 stored = engine.store(first, pages, blocks=there)
 loaded = engine.retrieve(first, pages, blocks=elsewhere)
 blocks = loaded // layout.block_size
 same = all(np.array_equal(a[there[:blocks]], a[elsewhere[:blocks]]) for a in arrays)
-print(f"{len(first)} tokens: {stored} stored in whole chunks, {loaded} loaded into other blocks, equal to the byte: {same}")
+print(f"of {len(first)} tokens {stored} stored in whole chunks, {loaded} loaded elsewhere, equal to the byte: {same}")
 
 # %% [markdown]
 # ## A prompt that shares a part

@@ -37,8 +37,8 @@ seeds = 4 if quick else 20
 class SecondUse:
     """LRU that keeps a chunk longer for each further use, up to three."""
 
-    fields = dict(uses="i4", used="f8")
-    scalars = dict(worth=100.0)  # requests
+    fields = {"uses": "i4", "used": "f8"}
+    scalars = {"worth": 100.0}  # requests
 
     def touch(self, c):
         self.uses[c] += 1

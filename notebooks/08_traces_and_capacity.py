@@ -12,8 +12,8 @@
 # # How much cache does this traffic pay for?
 #
 # A trace says which blocks each request looked up. From it follow the working set, the hit rate at every capacity, and
-# the capacity beyond which more memory buys nothing. Everything here is **simulated** from a trace; generated ones stand
-# in unless a recorded one is found.
+# the capacity beyond which more memory buys nothing. Everything here is **simulated** from a trace: a generated one,
+# unless you name a recorded one.
 
 # %%
 import os

@@ -11,9 +11,9 @@
 # %% [markdown]
 # # What did the change do, and why is it not faster?
 #
-# Two stored runs of real vLLM, side by side: the settings that differ, the same requests in pairs, and for each arm what
-# stands between its hits and its time to first token. Every figure was **measured** when the runs were made. Your own
-# runs are shown as soon as there are two; until then two examples stand in.
+# Two stored runs of real vLLM, side by side: the settings that differ, the same requests in pairs, and for each arm
+# what stands between its hits and its time to first token. Every figure was **measured** when the runs were made. Your
+# own runs are shown as soon as there are two; until then two examples stand in.
 
 # %%
 import tempfile

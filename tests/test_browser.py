@@ -1,4 +1,7 @@
-"""The panels in a real JupyterLab, driven by a real Chromium. `pytest -m browser`; screenshots stay in the temp folder."""
+"""The panels in a real JupyterLab, driven by a real Chromium: `pytest -m browser`.
+
+Screenshots stay in the temporary folder of the test.
+"""
 
 import contextlib
 import os
@@ -68,7 +71,8 @@ def server(tmp_path):
     nbformat.write(notebook, tmp_path / "work" / "panel.ipynb")
     port = free_port()
     command = lab_command(port=port, browser=False, folder=tmp_path / "work", token=TOKEN, app_in_browser=True)
-    environment = {**lab_environment(), "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces")}
+    environment = {**lab_environment(), "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces"),
+                   "JUPYTERLAB_SETTINGS_DIR": str(tmp_path / "settings")}  # fmt: skip
     with (tmp_path / "lab.log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
@@ -119,15 +123,17 @@ def run_all(page) -> None:
 
 
 def lines_drawn(page) -> int:
-    return page.locator(".jp-OutputArea .scatterlayer .trace").count()
+    return page.locator(".jp-Cell").first.locator(".scatterlayer .trace").count()
 
 
 def points_drawn(page) -> int:
-    return page.locator(".jp-OutputArea .scatterlayer .points path").count()
+    return page.locator(".jp-Cell").first.locator(".scatterlayer .points path").count()
 
 
 def errors_of_cells(page) -> list[str]:
-    return page.locator(".jp-OutputArea-output[data-mime-type*='stderr'], .jp-OutputArea-output[data-mime-type*='error']").all_inner_texts()
+    return page.locator(
+        ".jp-OutputArea-output[data-mime-type*='stderr'], .jp-OutputArea-output[data-mime-type*='error']"
+    ).all_inner_texts()
 
 
 def wait_until(page, ready, what: str, seconds: float = 60.0) -> None:
@@ -191,7 +197,7 @@ def test_an_exported_notebook_opens_offline_with_its_figures(page, tmp_path):
     source = next(path for path in notebook_sources() if path.stem == "04_write_a_policy").with_suffix(".ipynb")
     target = export(source, tmp_path / "page.html")
     page.goto(target.as_uri())
-    page.wait_for_selector(".js-plotly-plot .scatterlayer .trace")
+    page.wait_for_selector(".js-plotly-plot .scatterlayer .trace", state="attached")
     page.shot("exported")
     assert page.locator(".js-plotly-plot").count() == 1 and target.stat().st_size < 8e6
     assert page.foreign == [] and page.faults == []

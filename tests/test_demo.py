@@ -45,7 +45,12 @@ def test_what_is_reused_is_what_the_counters_say(run):
     rows = {(r["arm"], r["request_id"]): r for r in run.requests.to_dicts()}
     assert all(rows["none", name]["cached_tokens"] == 0 for _, name in rows)
     for arm in ("memory", "disk"):
-        assert [rows[arm, f"d{d}-q{q}"]["kind"] for q in (0, 1) for d in (0, 1)] == ["cold", "system", "document", "document"]
+        assert [rows[arm, f"d{d}-q{q}"]["kind"] for q in (0, 1) for d in (0, 1)] == [
+            "cold",
+            "system",
+            "document",
+            "document",
+        ]
         for name in ("d0-q1", "d1-q1"):
             row = rows[arm, name]
             assert row["external_hit_tokens"] == row["cached_tokens"] == row["expected_hit_tokens"] == 512
@@ -87,4 +92,9 @@ def test_mistakes_are_found_before_anything_starts(tmp_path):
 def test_an_engine_that_cannot_start_says_why(tmp_path):
     model = str(resolve_model(MODEL, progress=False).path)
     with pytest.raises(EngineError, match="not a multiple of the block size"):
-        EngineProcess(model, cache={"chunk_tokens": 100}, vllm={"max_model_len": 256}, log=tmp_path / "log").start()
+        EngineProcess(
+            model,
+            cache={"chunk_tokens": 100},
+            vllm={"max_model_len": 256, "kv_cache_memory_bytes": 16 << 20},
+            log=tmp_path / "log",
+        ).start()

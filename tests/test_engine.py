@@ -560,7 +560,7 @@ def test_prefetch_brings_a_prefix_up(tmp_path):
         assert engine.prefetch(tokens) == 24
         assert engine.record.totals.count("lookup") == 0
         fresh = Pages(48)
-        hit = engine.retrieve(tokens + [7], fresh.table, blocks=range(20, 30))
+        hit = engine.retrieve([*tokens, 7], fresh.table, blocks=range(20, 30))
         assert hit == 40 and fresh.wrong_chunks(chain_of(tokens), range(20, 30), hit) == []
         assert hit.mask.tolist() == [True] * 40 + [False]
         assert [e.tier for e in engine.record.events if e.kind == "hit"][:3] == ["memory"] * 3
@@ -572,7 +572,7 @@ def test_a_pinned_prefix_stays():
     with CacheEngine(IDENTITY, memory_bytes=3 * CHUNK) as engine:
         kept = list(range(16))
         engine.store(kept, pages.table, blocks=range(4))
-        pin = engine.pin(kept + [1, 2])
+        pin = engine.pin([*kept, 1, 2])
         assert pin.hit_tokens == 16
         for start in (100, 200, 300):
             engine.store(list(range(start, start + 16)), pages.table, blocks=range(4))

@@ -25,10 +25,11 @@ TOKENS = 8
 @contextmanager
 def running(cache=None, *, policy="recompute", model=None, **options):
     """A vLLM engine with (or without) the connector; shut down completely afterwards."""
-    import workbench.connectors.vllm as connector  # noqa: F401  first: it lets vLLM start where numba is loaded
     from vllm import LLM
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer import kv_transfer_state as state
+
+    import workbench.connectors.vllm as connector
 
     settings = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024, "block_size": BLOCK,
                 "enable_prefix_caching": False, "disable_log_stats": False, "dtype": "float32", "seed": 0}  # fmt: skip
@@ -51,7 +52,7 @@ def running(cache=None, *, policy="recompute", model=None, **options):
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
         connector.WorkbenchConnector._live.clear()
-        del llm
+        llm = None
         gc.collect()
 
 
@@ -64,7 +65,9 @@ def ask(llm, prompts, max_tokens=TOKENS, salt=None, **sampling):
     salted = {"cache_salt": salt} if salt else {}
     outputs = llm.generate([{"prompt_token_ids": p, **salted} for p in many], params, use_tqdm=False)
     found = [
-        SimpleNamespace(tokens=list(o.outputs[0].token_ids), cached=o.num_cached_tokens, reason=o.outputs[0].finish_reason)
+        SimpleNamespace(
+            tokens=list(o.outputs[0].token_ids), cached=o.num_cached_tokens, reason=o.outputs[0].finish_reason
+        )
         for o in outputs
     ]
     return found if isinstance(prompts[0], list) else found[0]
@@ -303,7 +306,13 @@ def test_more_prompts_than_the_tiers_hold(tmp_path, reference):
             engine.data.flush()
         events = engine.control.record.totals
         kinds = {(kind, tier) for kind, tier, _ in events.counts}
-        assert {("evict", "memory"), ("evict", "disk"), ("hit", "disk"), ("hit", "memory"), ("promote", "memory")} <= kinds
+        assert {
+            ("evict", "memory"),
+            ("evict", "disk"),
+            ("hit", "disk"),
+            ("hit", "memory"),
+            ("promote", "memory"),
+        } <= kinds
         assert {kind for kind, _, _ in events.counts} <= set(EVENT_KINDS)
         for tier in engine.control.tiers:
             assert tier.high_water_bytes <= tier.capacity_bytes
@@ -397,7 +406,9 @@ def test_metrics_reach_vllm(tmp_path):
         values = {}
         for metric in engine.llm.get_metrics():
             if metric.name.startswith("vllm:kvworkbench"):
-                values[metric.name, metric.labels["transfer"]] = getattr(metric, "count", getattr(metric, "value", None))
+                values[metric.name, metric.labels["transfer"]] = getattr(
+                    metric, "count", getattr(metric, "value", None)
+                )
         assert values["vllm:kvworkbench_transfer_seconds", "load"] == 3
         assert values["vllm:kvworkbench_transfer_seconds", "write"] == 3
         assert values["vllm:kvworkbench_transfer_bytes", "store"] == 3 * engine.control.layout.chunk_nbytes

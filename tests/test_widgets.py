@@ -97,7 +97,9 @@ def test_a_policy_that_is_lru_differs_from_it_by_nothing():
     assert (ahead.mean, ahead.low, ahead.high, ahead.n) == (0.0, 0.0, 0.0, 2)
     assert found.difference("mru").mean > 1
     assert "no difference is shown" in found.verdict() and "n = 2 seeds" in found.verdict()
-    rates = {name: found.frame().filter(pl.col("policy") == name)["hit_rate"] for name in (CEILING, OPTIMUM, "lru", "mru")}
+    rates = {
+        name: found.frame().filter(pl.col("policy") == name)["hit_rate"] for name in (CEILING, OPTIMUM, "lru", "mru")
+    }
     assert (rates[CEILING] >= rates[OPTIMUM]).all() and (rates[OPTIMUM] >= rates["lru"]).all()
 
 
@@ -141,6 +143,34 @@ def test_charts_share_one_library_and_carry_figures_without_template():
     assert len(LiveChart._esm) < 10_000 < 1_000_000 < len(plotly_library()._esm)
 
 
+def test_panels_shadow_nothing_that_widgets_are_made_of(tmp_path):
+    """A name such as `_compare` belongs to ipywidgets, which calls it when the front end sends something."""
+    run = synthetic_run().save(tmp_path / "run")
+    panels = [
+        PolicyLab(Recency, rivals=["lru"]),
+        RunBrowser(tmp_path),
+        CacheExplorer(run, arm="memory"),
+        ExplainCard(run),
+    ]
+    for panel in (*panels, LiveChart()):
+        base = type(panel).__mro__[1]
+        theirs = set(dir(base)) | set(vars(base()))
+        own = (set(vars(type(panel))) | set(vars(panel)) - set(vars(base()))) - {"close"}
+        assert {name for name in own & theirs if not name.startswith("__")} <= MADE_BY_METACLASSES
+
+
+MADE_BY_METACLASSES = {
+    "_esm",
+    "_anywidget_commands",
+    "_all_trait_default_generators",
+    "_descriptors",
+    "_instance_inits",
+    "_static_immutable_initial_values",
+    "_trait_default_generators",
+    "_traits",
+}
+
+
 def test_lab_runs_without_a_front_end():
     lab = PolicyLab(Recency(worth=50.0), rivals=["lru"], trace=SMALL_CHAT, capacities=3).run()
     assert not lab.running and lab.frame().height > 0
@@ -168,7 +198,7 @@ def test_lab_stops_within_a_second_and_runs_again():
 
 def test_lab_shows_a_box_and_escapes_what_the_policy_said():
     lab = PolicyLab(Raises, rivals=["lru"], seeds=1).run()
-    assert "role=\"alert\"" in lab._verdict.value and "of my own &lt;b&gt;" in lab._verdict.value
+    assert 'role="alert"' in lab._verdict.value and "of my own &lt;b&gt;" in lab._verdict.value
     assert "<b>\n" not in lab._verdict.value and "traceback" in lab._verdict.value
     assert not lab._run.disabled and lab._stop.disabled
 
@@ -207,9 +237,13 @@ def changed(tmp_path, *, arm="disk", requests=None, events=None, **made):
     run = synthetic_run(**made)
     mine = pl.col("arm") == arm
     if requests:
-        run.requests = run.requests.with_columns(pl.when(mine).then(e).otherwise(pl.col(c)).alias(c) for c, e in requests.items())
+        run.requests = run.requests.with_columns(
+            pl.when(mine).then(e).otherwise(pl.col(c)).alias(c) for c, e in requests.items()
+        )
     if events is not None:
-        run.events = run.events.with_columns(pl.when(mine).then(e).otherwise(pl.col(c)).alias(c) for c, e in events.items())
+        run.events = run.events.with_columns(
+            pl.when(mine).then(e).otherwise(pl.col(c)).alias(c) for c, e in events.items()
+        )
     return run.save(tmp_path / "run")
 
 
@@ -241,12 +275,14 @@ CASES = {
     "vLLM's own cache already hits": {"requests": {"local_hit_tokens": pl.col("cached_tokens")}},
     "load slower than prefill": {"requests": {"load_s": pl.col("external_hit_tokens") * 2e-3}},
     "waiting for a turn": {"requests": {"queue_s": pl.col("ttft_s") * 0.8}},
-    "stores or loads failed": {"events": {"reason": pl.when(pl.col("kind") == "load").then(pl.lit("corrupt")).otherwise("reason")}},
+    "stores or loads failed": {
+        "events": {"reason": pl.when(pl.col("kind") == "load").then(pl.lit("corrupt")).otherwise("reason")}
+    },
     "keys do not match": {
         "requests": {"cached_tokens": NOTHING, "external_hit_tokens": NOTHING},
         "events": {"kind": pl.when(pl.col("kind") == "hit").then(pl.lit("miss")).otherwise("kind")},
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("cause", CASES)
@@ -272,11 +308,15 @@ def test_explanations_say_what_they_cannot_tell(tmp_path):
 def test_pairs_find_what_was_done_and_nothing_else(tmp_path):
     first = synthetic_run().save(tmp_path / "a")
     faster = synthetic_run()
-    faster.requests = faster.requests.with_columns(pl.when(pl.col("arm") == "disk").then(pl.col("ttft_s") / 2).otherwise("ttft_s").alias("ttft_s"))
+    faster.requests = faster.requests.with_columns(
+        pl.when(pl.col("arm") == "disk").then(pl.col("ttft_s") / 2).otherwise("ttft_s").alias("ttft_s")
+    )
     faster.environment["model"]["name"] = "Another"
     second = faster.save(tmp_path / "b")
     rows = {(row["arm"], row["phase"]): row for row in paired_difference(first, second).iter_rows(named=True)}
-    assert rows["disk", "again"]["ratio"] == pytest.approx(0.5) and rows["disk", "again"]["verdict"] == "second is sooner"
+    assert (
+        rows["disk", "again"]["ratio"] == pytest.approx(0.5) and rows["disk", "again"]["verdict"] == "second is sooner"
+    )
     assert rows["none", "again"]["verdict"] == "no difference shown" and rows["none", "again"]["n"] == 10
     assert settings_difference(first, second).rows() == [("model.name", "Synthetic-135M-Instruct", "Another")]
     noisy = paired_difference(first, synthetic_run(seed=1).save(tmp_path / "c"))
@@ -356,8 +396,10 @@ def test_tree_has_every_chunk_below_its_parent(tmp_path):
 
 
 def notebook_with(figure, path):
-    outputs = [nbformat.v4.new_output("display_data", {"application/vnd.plotly.v1+json": json.loads(figure.to_json())}),
-               nbformat.v4.new_output("display_data", {"application/vnd.jupyter.widget-view+json": {"model_id": "x"}})]  # fmt: skip
+    outputs = [
+        nbformat.v4.new_output("display_data", {"application/vnd.plotly.v1+json": json.loads(figure.to_json())}),
+        nbformat.v4.new_output("display_data", {"application/vnd.jupyter.widget-view+json": {"model_id": "x"}}),
+    ]
     cells = [nbformat.v4.new_markdown_cell("# </script> $x$"), nbformat.v4.new_code_cell("1", outputs=outputs)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"widgets": {"state": 1}}), path)
     return path
@@ -375,7 +417,7 @@ def test_an_exported_notebook_is_one_page_with_one_plotly(tmp_path):
 
 def test_exports_refuse_what_they_cannot_write(tmp_path):
     run = synthetic_run().save(tmp_path / "run")
-    with pytest.raises(InvalidInputError, match="use .html"):
+    with pytest.raises(InvalidInputError, match=r"use \.html"):
         export(run.folder, tmp_path / "x.xlsx")
     with pytest.raises(InvalidInputError, match="not a run"):
         export(tmp_path)
@@ -383,7 +425,7 @@ def test_exports_refuse_what_they_cannot_write(tmp_path):
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1")]), empty)
     with pytest.raises(InvalidInputError, match="no outputs"):
         export(empty)
-    with pytest.raises(InvalidInputError, match="must end in .html"):
+    with pytest.raises(InvalidInputError, match=r"must end in \.html"):
         export_notebook(empty, tmp_path / "x.pdf")
 
 

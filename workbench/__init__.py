@@ -18,7 +18,21 @@ _HOMES = {
     "Recorder": "workbench.events",
     "policy": "workbench.policies",
 }
-__all__ = sorted(_HOMES)
+__all__ = [
+    "CacheConfig",
+    "CacheEngine",
+    "CacheError",
+    "Chunk",
+    "ChunkChain",
+    "ChunkScope",
+    "Event",
+    "Explanation",
+    "Identity",
+    "InvalidInputError",
+    "KVLayout",
+    "Recorder",
+    "policy",
+]
 
 if TYPE_CHECKING:
     from workbench.chunks import Chunk, ChunkChain, ChunkScope

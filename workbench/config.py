@@ -1,8 +1,8 @@
 """Settings of an engine: one object, from keywords, a YAML file or the environment (KVWORKBENCH_...).
 
-    CacheConfig(memory_bytes="4GiB", disk_path="/var/cache/kv")
-    CacheConfig.from_yaml("cache.yaml", chunk_tokens=512)
-    CacheConfig(backend="redis", redis_host="10.0.0.5", chunk_size=256, max_cache_size_gb=50)    # familiar names
+CacheConfig(memory_bytes="4GiB", disk_path="/var/cache/kv")
+CacheConfig.from_yaml("cache.yaml", chunk_tokens=512)
+CacheConfig(backend="redis", redis_host="10.0.0.5", chunk_size=256, max_cache_size_gb=50)    # familiar names
 """
 
 from difflib import get_close_matches

@@ -1,10 +1,10 @@
 """The control plane: decides what is looked up, loaded, stored, written down and evicted. It holds no bytes.
 
-    lookup    chain -> index -> the longest prefix whose every chunk is resident somewhere
-    loads     hold each chunk where it lies -> an arena slot for what comes from below -> Load orders
-    stores    new chunk -> room in the arena (victims go down or out) -> room below -> Store orders
-    apply     what the data plane confirms becomes resident; what failed is taken back
-    finish    the request's chunks enter each tier's order, the last one as the oldest, and are let go
+lookup    chain -> index -> the longest prefix whose every chunk is resident somewhere
+loads     hold each chunk where it lies -> an arena slot for what comes from below -> Load orders
+stores    new chunk -> room in the arena (victims go down or out) -> room below -> Store orders
+apply     what the data plane confirms becomes resident; what failed is taken back
+finish    the request's chunks enter each tier's order, the last one as the oldest, and are let go
 """
 
 import time

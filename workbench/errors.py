@@ -1,11 +1,11 @@
 """Every error the workbench raises on purpose.
 
-    CacheError                        anything below
-    ├── InvalidInputError             the caller's mistake: what was got and what is allowed (also a ValueError)
-    │   └── UnknownNameError          a name that stands for nothing; lists the names that do
-    ├── LayoutError                   KV of a shape or dtype that this engine was not built for
-    ├── CapacityError                 memory or disk that was asked for is not there
-    └── EngineRunningError            a second engine in a process that can hold only one
+CacheError                        anything below
+├── InvalidInputError             the caller's mistake: what was got and what is allowed (also a ValueError)
+│   └── UnknownNameError          a name that stands for nothing; lists the names that do
+├── LayoutError                   KV of a shape or dtype that this engine was not built for
+├── CapacityError                 memory or disk that was asked for is not there
+└── EngineRunningError            a second engine in a process that can hold only one
 """
 
 from collections.abc import Iterable

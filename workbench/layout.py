@@ -1,7 +1,7 @@
 """What KV looks like in the serving engine's pages, and the identity that seeds every chunk key.
 
-    page   the KV of one block of one layer: `block_size` tokens x `num_kv_heads` heads x (K | V)
-    chunk  (num_layers, blocks_per_chunk, page_nbytes) uint8: whole pages, in the engine's own form
+page   the KV of one block of one layer: `block_size` tokens x `num_kv_heads` heads x (K | V)
+chunk  (num_layers, blocks_per_chunk, page_nbytes) uint8: whole pages, in the engine's own form
 """
 
 import hashlib

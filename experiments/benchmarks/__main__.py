@@ -30,7 +30,9 @@ def main() -> None:
         (options.out / f"bench-{name}.json").write_text(json.dumps(result, indent=1, default=str))
         console.print(f"{name}: {time.perf_counter() - start:.0f} s")
         for line in result["rows"]:
-            table.add_row(*(_cell(line[column]) for column in ("work", "ours", "peer", "limit", "ratio", "goal", "met")))
+            table.add_row(
+                *(_cell(line[column]) for column in ("work", "ours", "peer", "limit", "ratio", "goal", "met"))
+            )
     console.print(table)
 
 

@@ -97,7 +97,9 @@ class _Bench:
             if arm.restart:
                 self.engines[arm.name].close()
                 self.engines[arm.name] = self._start(arm)
-        return samples + [s for turn, (n, r, _, warm) in enumerate(prompts) for s in self._round(n, r, warm, "warm", turn)]
+        return samples + [
+            s for turn, (n, r, _, warm) in enumerate(prompts) for s in self._round(n, r, warm, "warm", turn)
+        ]
 
     def _round(self, length: int, repeat: int, prompt: np.ndarray, phase: str, turn: int) -> list[dict[str, Any]]:
         turn %= len(self.arms)
@@ -134,9 +136,7 @@ def _copy_seconds(nbytes: int, threads: int) -> float:
 
 
 def _summary(samples: list[dict[str, Any]], length: int, copy_s: float) -> dict[str, Any]:
-    found = {
-        (s["arm"], s["phase"], s["repeat"]): s for s in samples if s["length"] == length
-    }
+    found = {(s["arm"], s["phase"], s["repeat"]): s for s in samples if s["length"] == length}
     arms = list(dict.fromkeys(s["arm"] for s in samples))
     repeats = sorted({s["repeat"] for s in samples})
 
@@ -186,7 +186,9 @@ def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
             if small:
                 most = 1.05 if arm == "memory" else 1.15
                 ratio = mine["arm_over_prefix_cache"]
-                rows.append(row(what + ", over prefix cache", **shared, ratio=ratio, goal=f"<= {most}", met=ratio <= most))
+                rows.append(
+                    row(what + ", over prefix cache", **shared, ratio=ratio, goal=f"<= {most}", met=ratio <= most)
+                )
             elif arm == "memory":
                 ratio = mine["over_prefix_cache_s"] / copy_s
                 rows.append(row(what + ", beyond prefix cache over a plain copy", **shared, ratio=ratio, goal="<= 1.3",
@@ -225,7 +227,9 @@ def main() -> None:
     if options.model:
         threads = options.threads or CASES.get(options.model, os.cpu_count() or 1)
         result = measure(options.model, threads, repeats=options.repeats)
-        print(json.dumps({"environment": describe_environment(), "results": [result], "rows": rows_of(result)}, indent=1))
+        print(
+            json.dumps({"environment": describe_environment(), "results": [result], "rows": rows_of(result)}, indent=1)
+        )
     else:
         print(json.dumps(run(options.short), indent=1))
 

@@ -75,7 +75,11 @@ def measure_moves(chunks: int, repeats: int, block_size: int) -> dict[str, float
     blocks_needed = chunks * layout.blocks_per_chunk
     rng = np.random.default_rng(1)
     pages = PageTable([rng.integers(0, 256, (blocks_needed + 8, layout.page_nbytes), np.uint8) for _ in range(LAYERS)])
-    blocks = rng.permutation(blocks_needed + 8)[:blocks_needed].tolist() if block_size < CHUNK_TOKENS else list(range(chunks))
+    blocks = (
+        rng.permutation(blocks_needed + 8)[:blocks_needed].tolist()
+        if block_size < CHUNK_TOKENS
+        else list(range(chunks))
+    )
     prompts = [rng.integers(0, 50_000, chunks * CHUNK_TOKENS) for _ in range(repeats + 2)]
     nbytes = chunks * layout.chunk_nbytes
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
@@ -112,7 +116,12 @@ def measure_index(chunks: int) -> dict[str, float]:
         if number == 9_999:
             few = _find_seconds(index)
     grown = process.memory_info().rss - before
-    return {"chunks": chunks, "nbytes_per_chunk": grown / chunks, "find_s": _find_seconds(index), "find_at_10000_s": few}
+    return {
+        "chunks": chunks,
+        "nbytes_per_chunk": grown / chunks,
+        "find_s": _find_seconds(index),
+        "find_at_10000_s": few,
+    }
 
 
 def _find_seconds(index: ChunkIndex, lookups: int = 20_000) -> float:

@@ -320,7 +320,7 @@ def _read_oracle_general(request: ReadRequest) -> Trace:
         )
     records = np.frombuffer(data, ORACLE_RECORD)
     rows = len(records)
-    ids, _ = densify_any(records["id"])
+    ids, _ = _dense_unsigned(records["id"])
     block_tokens = request.block_tokens or 1
     columns = dict(
         hash_ids=ids, offsets=np.arange(rows + 1), row=np.arange(1, rows + 1), timestamp=records["clock"].astype(float),
@@ -493,7 +493,7 @@ def _gather(ids: np.ndarray, offsets: np.ndarray, order: np.ndarray) -> np.ndarr
     return ids[np.repeat(offsets[:-1][order] - starts, lengths) + np.arange(lengths.sum())]
 
 
-def densify_any(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _dense_unsigned(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Dense numbers for 64-bit unsigned ids, which may not fit int64."""
     values, dense = np.unique(ids, return_inverse=True)
     return dense.reshape(-1).astype(np.int64), values

@@ -46,7 +46,9 @@ class CacheExplorer(widgets.VBox):
         self._follow.observe(lambda change: self._set_following(change["new"]), "value")
         row = widgets.Box((self._request, self._refresh, self._follow), layout={"flex_flow": "row wrap"})
         head = widgets.HTML(markup.heading("Cache explorer", _ABOUT, kind="measured"))
-        super().__init__((head, self._summary, row, self.prompt_chart, self.tree_chart, self._stream), layout={"width": "100%"})
+        super().__init__(
+            (head, self._summary, row, self.prompt_chart, self.tree_chart, self._stream), layout={"width": "100%"}
+        )
         self.refresh()
 
     def refresh(self) -> "CacheExplorer":
@@ -64,7 +66,9 @@ class CacheExplorer(widgets.VBox):
             self._request.value = shown if shown in names else names[-1]
         self._draw_prompt()
         tree = self.state.tree()
-        self.tree_chart.show(plot_prefix_tree(tree), alt=f"Prefix tree of {tree.height} chunks; {tiers_text(self.state.tiers())}")
+        self.tree_chart.show(
+            plot_prefix_tree(tree), alt=f"Prefix tree of {tree.height} chunks; {tiers_text(self.state.tiers())}"
+        )
         return self
 
     def figure(self, request: str | None = None) -> go.Figure:
@@ -88,13 +92,17 @@ class CacheExplorer(widgets.VBox):
             return _events_of_arm(self._source.events, self._arm)
         if hasattr(self._source, "record"):
             return self._source.record.frame()
-        raise InvalidInputError(f"a CacheExplorer takes an engine, a run or a frame of events, got {type(self._source).__name__}")
+        raise InvalidInputError(
+            f"a CacheExplorer takes an engine, a run or a frame of events, got {type(self._source).__name__}"
+        )
 
     def _draw_prompt(self) -> None:
         request = self._request.value or ""
         prompt = self.state.prompt(request)
         hits = prompt.filter(pl.col("outcome") == "hit").height
-        self.prompt_chart.show(plot_prompt(prompt, request), alt=f"Request {request}: {hits} of {prompt.height} chunks hit")
+        self.prompt_chart.show(
+            plot_prompt(prompt, request), alt=f"Request {request}: {hits} of {prompt.height} chunks hit"
+        )
 
     def _summary_html(self, events: pl.DataFrame) -> str:
         totals = Totals()
@@ -133,4 +141,6 @@ def _events_of_arm(events: pl.DataFrame, arm: str | None) -> pl.DataFrame:
 
 def _last_events(events: pl.DataFrame) -> pl.DataFrame:
     last = events.tail(_LAST_EVENTS).reverse()
-    return last.select("kind", "tier", "request", pl.col("key").str.head(12), "start", "tokens", "nbytes", "seconds", "reason")
+    return last.select(
+        "kind", "tier", "request", pl.col("key").str.head(12), "start", "tokens", "nbytes", "seconds", "reason"
+    )

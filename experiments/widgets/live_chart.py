@@ -24,7 +24,7 @@ __all__ = ["PLOT_CONFIG", "LiveChart", "plotly_library"]
 PLOT_CONFIG = {"responsive": True, "displaylogo": False, "showSendToCloud": False, "plotlyServerURL": "",
                "scrollZoom": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}  # fmt: skip
 
-_PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+_PLOTLY_JS = Path(str(plotly.__file__)).parent / "package_data" / "plotly.min.js"
 _EXPORT = "\nglobalThis.kvworkbenchPlotly = globalThis.Plotly;\nexport default { render({ el }) { el.remove(); } };\n"
 
 _CHART_JS = """

@@ -64,9 +64,10 @@ def error_box(title: str, lines: Sequence[tuple[str, str]], *, trace: str = "") 
 
 def table(frame: pl.DataFrame, *, caption: str = "", rows: int = 40) -> str:
     """A frame as a table; beyond so many rows it says how many are left out."""
-    head = "".join(f'<th scope="col" style="{_cell(n == 0)}">{escape(name)}</th>' for n, name in enumerate(frame.columns))
+    styles = [_cell(kind.is_numeric()) for kind in frame.dtypes]
+    head = "".join(f'<th scope="col" style="{s}">{escape(n)}</th>' for s, n in zip(styles, frame.columns, strict=True))
     body = "".join(
-        "<tr>" + "".join(f'<td style="{_cell(n == 0)}">{escape(_text(v))}</td>' for n, v in enumerate(row)) + "</tr>"
+        "<tr>" + "".join(f'<td style="{s}">{escape(_text(v))}</td>' for s, v in zip(styles, row, strict=True)) + "</tr>"
         for row in frame.head(rows).iter_rows()
     )
     more = quiet(f"{frame.height - rows} more rows") if frame.height > rows else ""
@@ -77,9 +78,9 @@ def table(frame: pl.DataFrame, *, caption: str = "", rows: int = 40) -> str:
     )
 
 
-def _cell(first: bool) -> str:
-    align = "left" if first else "right"
-    return f"text-align:{align};padding:3px 10px 3px 0;border-bottom:{_EDGE};vertical-align:top;line-height:1.35"
+def _cell(number: bool) -> str:
+    align = "right" if number else "left"
+    return f"text-align:{align};padding:3px 14px 3px 0;border-bottom:{_EDGE};vertical-align:top;line-height:1.35"
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,7 @@
 """PolicyLab: try a policy of your own against others, and watch its curve grow.
 
-    lab = PolicyLab(MyPolicy)         # display it, press Run
-    lab.run().verdict()               # the same without a front end
+lab = PolicyLab(MyPolicy)         # display it, press Run
+lab.run().verdict()               # the same without a front end
 """
 
 import importlib.util
@@ -148,7 +148,7 @@ class PolicyLab(widgets.VBox):
         """A click on Run: the choices of the panel become the comparison."""
         if self.running:
             return
-        trace = self._given if self._given is not None else self._trace.value
+        trace = self._given if self._given is not None else str(self._trace.value)
         rivals = self._rivals.value or ("lru",)
         self.comparison = PolicyComparison(self._policy, rivals=rivals, trace=trace, seeds=self._seeds.value,
                                            **self._settings)  # fmt: skip
@@ -190,7 +190,9 @@ class PolicyLab(widgets.VBox):
         self._check.disabled = running or not _VLLM_IS_THERE
 
     def _show_error(self, trace: str) -> None:
-        self._message.value = markup.error_box("It did not work", [("error", trace.strip().splitlines()[-1])], trace=trace)
+        self._message.value = markup.error_box(
+            "It did not work", [("error", trace.strip().splitlines()[-1])], trace=trace
+        )
 
     def check_in_vllm(self) -> VllmCheck:
         """Replay the first trace in vLLM's own manager, at the middle one of the capacities that hold every request."""
@@ -227,4 +229,3 @@ def _verdict_html(found: PolicyComparison) -> str:
 
 def _empty(why: str) -> go.Figure:
     return no_data_figure("Hit rate against capacity", why, template="light", badge="simulated")
-

@@ -32,21 +32,33 @@ class RunBrowser(widgets.VBox):
         self._first = widgets.Dropdown(description="First", layout={"width": "400px"})
         self._second = widgets.Dropdown(description="Second", layout={"width": "400px"})
         self._refresh = widgets.Button(description="Refresh", tooltip="Look for new runs")
-        self._format = widgets.Dropdown(options=RUN_FORMATS, description="Export first as", style={"description_width": "initial"},
-                                        layout={"width": "220px"})  # fmt: skip
+        self._format = widgets.Dropdown(
+            options=RUN_FORMATS,
+            description="Export first as",
+            style={"description_width": "initial"},
+            layout={"width": "220px"},
+        )
         self._export = widgets.Button(description="Export", tooltip="Write a file beside the run's folder")
         self._table, self._difference, self._message = (widgets.HTML(layout={"width": "100%"}) for _ in range(3))
         self.chart = LiveChart(plot_paired_difference(pl.DataFrame({"n": []})), alt="no two runs are chosen")
         self._filter.observe(lambda _: self._list(), "value")
-        self._first.observe(lambda _: self._compare(), "value")
-        self._second.observe(lambda _: self._compare(), "value")
+        self._first.observe(lambda _: self._show_difference(), "value")
+        self._second.observe(lambda _: self._show_difference(), "value")
         self._refresh.on_click(lambda _: self.refresh())
         self._export.on_click(lambda _: self._start_export())
         wrap = widgets.Layout(flex_flow="row wrap", width="100%")
-        rows = (widgets.Box((self._filter, self._refresh), layout=wrap), self._table,
-                widgets.Box((self._first, self._second), layout=wrap), self.chart, self._difference,
-                widgets.Box((self._format, self._export), layout=wrap), self._message)  # fmt: skip
-        super().__init__((widgets.HTML(markup.heading("Runs", _ABOUT, kind="measured")), *rows), layout={"width": "100%"})
+        rows = (
+            widgets.Box((self._filter, self._refresh), layout=wrap),
+            self._table,
+            widgets.Box((self._first, self._second), layout=wrap),
+            self.chart,
+            self._difference,
+            widgets.Box((self._format, self._export), layout=wrap),
+            self._message,
+        )
+        super().__init__(
+            (widgets.HTML(markup.heading("Runs", _ABOUT, kind="measured")), *rows), layout={"width": "100%"}
+        )
         self.refresh()
 
     def refresh(self) -> "RunBrowser":
@@ -63,17 +75,27 @@ class RunBrowser(widgets.VBox):
 
     def differences(self) -> tuple[pl.DataFrame, pl.DataFrame]:
         """The settings and the measures that differ between the chosen two; see `experiments.paired`."""
-        first, second = self._runs[self._first.value], self._runs[self._second.value]
+        first, second = self._runs[str(self._first.value)], self._runs[str(self._second.value)]
         return settings_difference(first, second), paired_difference(first, second)
 
     def _list(self) -> None:
         words = self._filter.value.lower().split()
-        shown = self._frame.filter(
-            pl.concat_str(pl.all().cast(pl.String), separator=" ", ignore_nulls=True).str.to_lowercase().str.contains(word, literal=True)
-            for word in words
-        ) if words else self._frame  # fmt: skip
+        shown = (
+            self._frame.filter(
+                pl.concat_str(pl.all().cast(pl.String), separator=" ", ignore_nulls=True)
+                .str.to_lowercase()
+                .str.contains(word, literal=True)
+                for word in words
+            )
+            if words
+            else self._frame
+        )
         names = shown["run"].to_list()
-        where = f"no run in {self.folder}; `kvworkbench demo --quick` makes one" if not self._runs else "no run with these words"
+        where = (
+            f"no run in {self.folder}; `kvworkbench demo --quick` makes one"
+            if not self._runs
+            else "no run with these words"
+        )
         self._table.value = markup.table(shown, rows=12) if names else markup.quiet(where)
         chosen = self._first.value, self._second.value
         newest, before = 0, min(1, len(names) - 1)  # the newest against the one before
@@ -81,9 +103,9 @@ class RunBrowser(widgets.VBox):
             menu.options = names
             if names:
                 menu.value = old if old in names else names[fallback]
-        self._compare()
+        self._show_difference()
 
-    def _compare(self) -> None:
+    def _show_difference(self) -> None:
         if self._first.value not in self._runs or self._second.value not in self._runs:
             return
         if self._first.value == self._second.value:
@@ -92,13 +114,19 @@ class RunBrowser(widgets.VBox):
         settings, measures = self.differences()
         alt = "; ".join(f"{row['arm']} {row['phase']}: {row['verdict']}" for row in measures.iter_rows(named=True))
         self.chart.show(plot_paired_difference(measures), alt=f"TTFT of the second run over the first. {alt}")
-        readable = measures.with_columns(pl.col("first_median", "second_median").map_elements(seconds_text, pl.String))
-        self._difference.value = markup.table(readable, caption="TTFT, same requests") + markup.table(settings, caption="Settings that differ")
+        readable = measures.with_columns(
+            pl.col("first_median", "second_median").map_elements(seconds_text, pl.String),
+            pl.col("ratio", "low", "high").round_sig_figs(3),
+        )
+        same = markup.quiet("No setting differs.")
+        self._difference.value = markup.table(readable, caption="TTFT, same requests") + (
+            same if settings.is_empty() else markup.table(settings, caption="Settings that differ")
+        )
 
     def _start_export(self) -> None:
-        if run := self._runs.get(self._first.value):
+        if run := self._runs.get(str(self._first.value)):
             self._set_busy(True)
-            self._work.start(lambda: self._write(run, self._format.value))
+            self._work.start(lambda: self._write(run, str(self._format.value)))
 
     def _write(self, run: Run, suffix: str) -> None:
         path = export_run(run, run.folder.parent / f"{run.run_id}{suffix}")
@@ -117,8 +145,15 @@ def runs_frame(runs: list[Run]) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=_SCHEMA, orient="row")
 
 
-_SCHEMA = {"run": pl.String, "time": pl.String, "model": pl.String, "workload": pl.String, "arms": pl.String,
-           "requests": pl.Int64, "failed": pl.Int64}  # fmt: skip
+_SCHEMA = {
+    "run": pl.String,
+    "time": pl.String,
+    "model": pl.String,
+    "workload": pl.String,
+    "arms": pl.String,
+    "requests": pl.Int64,
+    "failed": pl.Int64,
+}
 
 
 def _row(run: Run) -> tuple[str | int | None, ...]:
@@ -126,5 +161,12 @@ def _row(run: Run) -> tuple[str | int | None, ...]:
     arms = ", ".join(requests["arm"].unique(maintain_order=True))
     failed = requests.filter(pl.col("error").fill_null("") != "").height
     model, workload = environment.get("model") or {}, environment.get("workload") or {}
-    return (run.run_id, environment.get("time"), model.get("name"), workload.get("description"), arms,
-            requests["request_id"].n_unique(), failed)  # fmt: skip
+    return (
+        run.run_id,
+        str(environment.get("time") or "")[:16].replace("T", " "),
+        model.get("name"),
+        workload.get("description"),
+        arms,
+        requests["request_id"].n_unique(),
+        failed,
+    )

@@ -1,4 +1,4 @@
-"""Eight bits: keys per channel over the whole chunk with a zero, values per token and head. The default lossy codec."""
+"""Eight bits with a zero: keys per channel over the whole chunk, values per token and head. The default lossy codec."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,7 +15,7 @@ class Int8(QuantizedCodec):
     """Keys differ most between channels, values between tokens (KIVI, arXiv:2402.02750): scales follow that.
 
     Args:
-        keys: "channel", or "token" for one scale a token and head, as vLLM's int8_per_token_head.
+        keys: "channel", or "token" for one scale a token and head without a zero, as vLLM's int8_per_token_head.
     """
 
     keys: str = "channel"
@@ -24,8 +24,8 @@ class Int8(QuantizedCodec):
 
     def _schemes(self, kv: KeysAndValues) -> tuple[Scheme, Scheme]:
         dtype, size = kv.layout.dtype, kv.layout.head_size
-        per_token = Scheme(code="int8", along="channels", group=size, dtype=dtype)
         if self.keys == "token":
+            per_token = Scheme(code="int8", along="channels", group=size, dtype=dtype)
             return per_token, per_token
-        group = token_group(kv.num_tokens, kv)
-        return Scheme(code="uint8", along="tokens", group=group, dtype=dtype), per_token
+        keys = Scheme(code="uint8", along="tokens", group=token_group(kv.num_tokens, kv), dtype=dtype)
+        return keys, Scheme(code="uint8", along="channels", group=size, dtype=dtype)

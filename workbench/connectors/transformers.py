@@ -1,18 +1,17 @@
 """The engine beside Hugging Face transformers: keep and give back `past_key_values`.
 
-    store     Cache -> per layer [heads, tokens, K | V] -> pages -> engine
-    retrieve  engine -> pages -> per layer K, V -> DynamicCache that `model.generate` takes
+store     Cache -> per layer [heads, tokens, K | V] -> pages -> engine
+retrieve  engine -> pages -> per layer K, V -> DynamicCache that `model.generate` takes
 
-    cache = TransformersConnector(model, memory_bytes="2GiB")
-    with cache.reusing():
-        model.generate(input_ids)          # reuses the longest stored prefix, stores what it computed
+cache = TransformersConnector(model, memory_bytes="2GiB")
+with cache.reusing():
+    model.generate(input_ids)          # reuses the longest stored prefix, stores what it computed
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 

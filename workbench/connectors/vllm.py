@@ -281,7 +281,9 @@ def _bytes_of(tensor: Any):
 
     pages = tensor.flatten(1) if tensor.dim() > 2 else tensor
     if pages.data_ptr() != tensor.data_ptr():
-        raise NotImplementedError(f"KV pages of shape {tuple(tensor.shape)}, stride {tensor.stride()} are not contiguous")
+        raise NotImplementedError(
+            f"KV pages of shape {tuple(tensor.shape)}, stride {tensor.stride()} are not contiguous"
+        )
     return pages.view(torch.uint8).numpy()
 
 

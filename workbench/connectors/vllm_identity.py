@@ -26,7 +26,9 @@ def layout_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> KVLa
     """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
-        raise LayoutError(f"{len(groups)} KV cache groups; this connector handles one (vLLM merges hybrid layers into one)")
+        raise LayoutError(
+            f"{len(groups)} KV cache groups; this connector handles one (vLLM merges hybrid layers into one)"
+        )
     spec, num_layers = groups[0].kv_cache_spec, len(groups[0].layer_names)
     dtype = str(spec.dtype).removeprefix("torch.")
     sizes = {"num_layers": num_layers, "block_size": spec.block_size, "chunk_tokens": chunk_tokens}

@@ -6,6 +6,11 @@ policy learns at which ages each class is continued (Kaplan-Meier: a request not
 been watched). A chunk belongs to the request that used it last. The chunk with the least to expect goes first, where
 what to expect is the best ratio of hits to time kept over all times that it could be kept: a Gittins index, where LHD
 (NSDI 2018) takes the ratio until the end of life.
+
+Tuned on Mooncake's conversation trace, where it has more hits than every other policy here at nine of ten capacities
+from 500 to 50,000 blocks (+2.9 points at 3,000, +0.8 at 10,000). On Mooncake's synthetic trace, where documents are
+shared, it leads at 10,000 and 15,000 blocks by 0.2 points and is up to 1.6 points behind the best elsewhere; on the
+coding-agent sessions it is level with LRU from 50,000 blocks up and behind S3-FIFO below.
 """
 
 import math
