@@ -67,7 +67,8 @@ def runs_command(runs: RunsFolder = Path("runs"), as_json: AsJson = False) -> No
     from experiments.runs import list_runs
 
     rows = [
-        {"run": r.run_id, "requests": r.requests.height, "arms": r.requests["arm"].unique(maintain_order=True).to_list(),
+        {"run": r.run_id, "requests": r.requests.height,
+         "arms": r.requests["arm"].unique(maintain_order=True).to_list(),
          "model": r.environment.get("model", {}).get("name"), "time": r.environment.get("time")}
         for r in list_runs(runs)
     ]  # fmt: skip
@@ -125,7 +126,8 @@ def explain(run: Annotated[Path, typer.Argument(help="A run's folder.")],
 
 @app.command()
 def export(source: Annotated[Path, typer.Argument(help="A notebook (.ipynb) or a run's folder.")],
-           out: Annotated[Path | None, typer.Option("--out", "-o", help="Its suffix says the form.")] = None) -> None:  # fmt: skip
+           out: Annotated[Path | None, typer.Option("--out", "-o", help="Its suffix says the form.")] = None,
+           ) -> None:  # fmt: skip
     """Write a notebook or a run as one page that opens offline, or a run as Parquet, CSV or PNG.
 
     Example: `kvworkbench export notebooks/04_write_a_policy.ipynb -o policy.html`

@@ -27,7 +27,8 @@ RUNS_FOLDER = Path("runs")
 
 _SCHEMA = {
     "run_id": pl.String, "arm": pl.String, "arm_label": pl.String, "order": pl.Int64, "repeat": pl.Int64,
-    "request_id": pl.String, "engine_request": pl.String, "group": pl.Int64, "document": pl.String, "question": pl.String, "kind": pl.String,
+    "request_id": pl.String, "engine_request": pl.String, "group": pl.Int64, "document": pl.String,
+    "question": pl.String, "kind": pl.String,
     "phase": pl.String, "prompt_tokens": pl.Int64, "output_tokens": pl.Int64, "cached_tokens": pl.Int64,
     "local_hit_tokens": pl.Int64, "external_hit_tokens": pl.Int64, "expected_hit_tokens": pl.Int64,
     "ttft_s": pl.Float64, "queue_s": pl.Float64, "load_s": pl.Float64, "prefill_s": pl.Float64, "itl_s": pl.Float64,

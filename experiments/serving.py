@@ -217,7 +217,8 @@ class Comparison:
     """
 
     def __init__(self, model: str, workload: Any, *, arms: Sequence[str | Arm], folder: Path, threads: int = 0,
-                 vllm: Mapping[str, Any] | None = None, watch: Callable[[Progress], None] = lambda _: None):  # fmt: skip
+                 vllm: Mapping[str, Any] | None = None,
+                 watch: Callable[[Progress], None] = lambda _: None):  # fmt: skip
         self.model, self.workload, self.folder = model, workload, Path(folder)
         self.arms = [arm_by_name(arm) for arm in arms]
         if len({arm.name for arm in self.arms}) < len(self.arms):
@@ -262,7 +263,7 @@ class Comparison:
         from workbench.events import Event, events_frame
 
         frames = []
-        for arm, start in [(arm, start) for arm in self.arms for start in range(self._starts[arm.name])]:
+        for arm, start in ((a, start) for a in self.arms for start in range(self._starts[a.name])):
             path = self._events_path(arm, start)
             lines = path.read_text().splitlines() if path.exists() else []
             frame = events_frame(Event(*json.loads(line)) for line in lines)

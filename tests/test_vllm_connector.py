@@ -372,7 +372,8 @@ def test_a_second_engine_is_refused():
                 kv_cache_memory_bytes=16 << 20, max_model_len=256, block_size=BLOCK, dtype="float32",
                 kv_transfer_config=KVTransferConfig(
                     kv_connector="WorkbenchConnector", kv_connector_module_path="workbench.connectors.vllm",
-                    kv_role="kv_both", kv_connector_extra_config={"chunk_tokens": CHUNK, "memory_bytes": "16MB"}))  # fmt: skip
+                    kv_role="kv_both",
+                    kv_connector_extra_config={"chunk_tokens": CHUNK, "memory_bytes": "16MB"}))  # fmt: skip
         assert engine.ask(prompt(95, 150)).tokens == first
 
 

@@ -107,8 +107,8 @@ def _from_familiar_names(settings: dict[str, Any]) -> dict[str, Any]:
     if backend not in _FAMILIAR:
         raise UnknownNameError("backend", backend, _FAMILIAR)
     fixed, names = _FAMILIAR[backend]
-    names = {"chunk_size": "chunk_tokens", "eviction_policy": "policy" if backend == "memory" else f"{_TIERS.get(backend, backend)}_policy",
-             **names}  # fmt: skip
+    order = "policy" if backend == "memory" else f"{_TIERS.get(backend, backend)}_policy"
+    names = {"chunk_size": "chunk_tokens", "eviction_policy": order, **names}
     ours = dict(fixed)
     for name, value in settings.items():
         if name == "max_cache_size_gb":

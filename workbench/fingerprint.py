@@ -21,8 +21,8 @@ def weights_fingerprint(path: str | Path, name: str = "", revision: str = "") ->
         name: The model's name, used only without files.
         revision: Its revision, used only without files.
 
-    A file over 64 MiB is read in 256 pieces of 64 KiB spread over it: retrained, merged or requantised weights differ in
-    all of them. Names and times do not count, so a copied directory has the same fingerprint.
+    A file over 64 MiB is read in 256 pieces of 64 KiB spread over it: retrained, merged or requantised weights differ
+    in all of them. Names and times do not count, so a copied directory has the same fingerprint.
     """
     files = _weight_files(Path(path))
     if not files:

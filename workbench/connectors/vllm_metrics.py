@@ -64,7 +64,7 @@ class TransferMetrics(KVConnectorPromMetrics):
         labels = [*labelnames, "transfer"]
         seconds = self._histogram_cls(
             name="vllm:kvworkbench_transfer_seconds",
-            documentation="Seconds to move one chunk: load (tier to pages), store (pages to memory), write (to a tier).",
+            documentation="Seconds to move a chunk: load (tier to pages), store (pages to memory), write (to a tier).",
             labelnames=labels,
             buckets=_SECONDS,
         )

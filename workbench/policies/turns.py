@@ -7,7 +7,7 @@ been watched). A chunk belongs to the request that used it last. The chunk with 
 what to expect is the best ratio of hits to time kept over all times that it could be kept: a Gittins index, where LHD
 (NSDI 2018) takes the ratio until the end of life.
 
-Tuned on Mooncake's conversation trace, where it has more hits than every other policy here at nine of ten capacities
+Tuned on Mooncake's conversation trace, where it has more hits than most other policies here at nine of ten capacities
 from 500 to 50,000 blocks (+2.9 points at 3,000, +0.8 at 10,000). On Mooncake's synthetic trace, where documents are
 shared, it leads at 10,000 and 15,000 blocks by 0.2 points and is up to 1.6 points behind the best elsewhere; on the
 coding-agent sessions it is level with LRU from 50,000 blocks up and behind S3-FIFO below.

@@ -54,7 +54,9 @@ class Tier(ABC):
         """Remove a chunk if it is there."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of the keys are here now, in one exchange with the medium and within its time-out; asked of shared tiers.
+        """Which of the keys are here now, in one exchange with the medium and within its time-out.
+
+        Asked of shared tiers only.
 
         A "yes" nominates, as everywhere: the bytes are checked when they are read.
         """
