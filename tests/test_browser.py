@@ -56,6 +56,7 @@ from experiments.widgets import CacheExplorer, ExplainCard, RunBrowser
 RunBrowser("runs")
 """,
     """ExplainCard("runs/20260101-cramped", arm="memory")""",
+    """lab.figure()""",
     """CacheExplorer(Run(Path("runs/20260101-cramped")), arm="memory")""",
 )
 
@@ -167,13 +168,13 @@ def test_a_panel_is_drawn_while_it_runs_and_survives_reload_and_theme(server, pa
     broken.scroll_into_view_if_needed()
     page.shot("broken")
 
-    for number, name in enumerate(("runs", "explain", "explorer"), start=2):
+    for number, name in enumerate(("runs", "explain", "figure", "explorer"), start=2):
         cell = page.locator(".jp-Cell").nth(number)
         cell.scroll_into_view_if_needed()
         cell.locator(".jp-OutputArea-output").first.wait_for()
         page.wait_for_timeout(500)
         cell.locator(".jp-OutputArea").screenshot(path=page.folder / f"{name}.png")
-    assert page.locator(".jp-Cell").nth(4).locator("[role=img] .slice").count() > 20, "the prefix tree"
+    assert page.locator(".jp-Cell").nth(5).locator("[role=img] .slice").count() > 20, "the prefix tree"
     page.locator(".jp-Cell").first.scroll_into_view_if_needed()
 
     page.evaluate("() => { window.jupyterapp.commands.execute('docmanager:save'); }")
@@ -186,7 +187,8 @@ def test_a_panel_is_drawn_while_it_runs_and_survives_reload_and_theme(server, pa
     page.wait_for_timeout(300)
     page.shot("dark")
 
-    assert page.locator("text=Share chart").count() == 0
+    buttons = page.locator(".modebar-btn").evaluate_all("all => all.map(button => button.dataset.title ?? '')")
+    assert any("Download" in title for title in buttons) and not any("hare" in title or "loud" in title for title in buttons)
     assert page.locator("text=/Would you like to (get notified|receive)/").count() == 0
     assert page.foreign == []
     assert page.faults == []

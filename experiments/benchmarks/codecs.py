@@ -4,7 +4,7 @@
 
 One 256-token chunk, CPU time of one thread. The KV is made up (a mean and a loudness for each channel of the keys), of
 32 layers, 8 heads of 128; with `--real` it is SmolLM2's on a page of Python's documentation. `--peers` adds lossless
-libraries where they are installed: zstandard, lz4, blosc2, zipnn, openzl.
+libraries where they are installed: zstandard, lz4, blosc2, zipnn.
 """
 
 import argparse

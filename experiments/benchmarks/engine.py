@@ -154,7 +154,8 @@ def _rows(results: dict[str, Any]) -> list[dict[str, Any]]:
         for name in ("store", "retrieve"):
             ratio = found[f"{name}_over_copy"]
             rows.append(row(f"memory tier, {kind} source, {name}", ours=_speed(found, name),
-                            limit=_speed(found, "copy"), ratio=ratio, goal=f">= {least}", met=ratio >= least))  # fmt: skip
+                            limit=_speed(found, "copy"),
+                            ratio=ratio, goal=f">= {least}", met=ratio >= least))  # fmt: skip
     again = results["paged"]["again_s"] / results["paged"]["store_s"]
     rows.append(row("storing what is stored, over storing", ours=f"{results['paged']['again_s'] * 1e3:.2f} ms",
                     ratio=again, goal="no copy: <= 0.1", met=again <= 0.1))  # fmt: skip

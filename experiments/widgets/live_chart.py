@@ -13,6 +13,7 @@ from pathlib import Path
 import anywidget
 import plotly
 import plotly.graph_objects as go
+import plotly.io as pio
 import traitlets
 from ipywidgets import widget_serialization
 
@@ -23,6 +24,9 @@ __all__ = ["PLOT_CONFIG", "LiveChart", "plotly_library"]
 # Shared by every place that draws: no logo, nothing that would send a figure anywhere.
 PLOT_CONFIG = {"responsive": True, "displaylogo": False, "showSendToCloud": False, "plotlyServerURL": "",
                "scrollZoom": False, "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"]}  # fmt: skip
+
+# A figure that is the result of a cell gets the same buttons: none there uploads it either.
+pio.renderers["plotly_mimetype"].config.update(PLOT_CONFIG)
 
 _PLOTLY_JS = Path(str(plotly.__file__)).parent / "package_data" / "plotly.min.js"
 _EXPORT = "\nglobalThis.kvworkbenchPlotly = globalThis.Plotly;\nexport default { render({ el }) { el.remove(); } };\n"
