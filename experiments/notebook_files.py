@@ -56,7 +56,8 @@ def run_notebook(source: Path, *, size: str = "quick", seconds: int = 600) -> An
         ipc = {"KernelManager": {"transport": "ipc"}, "ConnectionFileMixin": {"ip": str(Path(folder, "kernel"))}}
         client = NotebookClient(notebook, timeout=seconds, kernel_name="python3", store_widget_state=False,
                                 resources={"metadata": {"path": str(source.parent)}}, config=Config(ipc))  # fmt: skip
-        client.execute(env={**lab_environment(), "KVWORKBENCH_SIZE": size})
+        settings = {"KVWORKBENCH_SIZE": size, "KVWORKBENCH_RUNS": folder}  # no run of the reader's own
+        client.execute(env={**lab_environment(), **settings})
     return notebook
 
 

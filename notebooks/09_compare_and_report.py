@@ -16,6 +16,7 @@
 # own runs are shown as soon as there are two; until then two examples stand in.
 
 # %%
+import os
 import tempfile
 from pathlib import Path
 
@@ -29,7 +30,8 @@ from experiments.report import machine_badge
 from experiments.runs import list_runs
 from experiments.widgets import ExplainCard, RunBrowser
 
-store = Path("runs") if len(list_runs(Path("runs"))) > 1 else Path("example_runs")
+own = Path(os.environ.get("KVWORKBENCH_RUNS", "../runs"))  # where `kvworkbench demo` puts them
+store = own if len(list_runs(own)) > 1 else Path("example_runs")
 runs = list_runs(store)
 print(f"{len(runs)} runs in {store}/; `kvworkbench demo --quick` makes one of your own")
 

@@ -13,9 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from experiments.benchmarks import row
+from experiments.environment import describe_environment
 from kernels.floats import encode16
 from kernels.threads import thread_limit
 from kernels.timing import time_against_copy
@@ -176,6 +179,27 @@ def _zipnn():
     return (lambda raw: bytes(coder.compress(bytearray(raw)))), (lambda data: bytes(coder.decompress(data)))
 
 
+def run(short: bool = False) -> dict[str, Any]:
+    """Every codec on made-up KV; rows for the table of all benchmarks."""
+    chunk, layout = made_up_chunk()
+    speeds = measure_codecs(chunk, layout, [*codec_names(), *VARIANTS], 2 if short else 5)
+    rows = [
+        row(
+            f"codec {speed.codec}: {speed.times:.2f} times smaller",
+            ours=f"{speed.encode_gb_per_second:.2f} / {speed.decode_gb_per_second:.2f} GB/s encode / decode",
+            limit="decode over a copy",
+            ratio=speed.decode_fraction,
+        )
+        for speed in speeds
+    ]
+    return {
+        "name": "codecs",
+        "environment": describe_environment(),
+        "results": [asdict(s) for s in speeds],
+        "rows": rows,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--codecs", nargs="+", default=[*codec_names(), *VARIANTS])
@@ -189,13 +213,13 @@ def main() -> None:
     if options.peers:
         rows += measure_peers(chunk, options.repeats)
     print(f"{'codec':28s} times  encode GB/s (of a copy)  decode GB/s (of a copy)  pays below, Gbit/s a core")
-    for row in rows:
+    for speed in rows:
         print(
-            f"{row.codec:28s} {row.times:5.2f} {row.encode_gb_per_second:8.2f} ({row.encode_fraction:.2f}) "
-            f"{row.decode_gb_per_second:15.2f} ({row.decode_fraction:.2f}) {row.break_even_gbit:18.1f}"
+            f"{speed.codec:28s} {speed.times:5.2f} {speed.encode_gb_per_second:8.2f} ({speed.encode_fraction:.2f}) "
+            f"{speed.decode_gb_per_second:15.2f} ({speed.decode_fraction:.2f}) {speed.break_even_gbit:18.1f}"
         )
     if options.out:
-        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        options.out.write_text(json.dumps([asdict(speed) for speed in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

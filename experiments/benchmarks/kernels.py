@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.benchmarks import row
+from experiments.environment import describe_environment
 from kernels.pages import PageTable, gather_pages, scatter_pages
 from kernels.quantize import Scheme, allocate, dequantize, quantize
 from kernels.rotate import random_signs, rotate, unrotate
@@ -25,7 +27,7 @@ from kernels.threads import thread_limit
 from kernels.tiles import Tiles
 from kernels.timing import Timing, time_against_copy
 
-__all__ = ["KernelSpeed", "Pool", "measure_kernels"]
+__all__ = ["GOALS", "KernelSpeed", "Pool", "measure_kernels", "run"]
 
 LAYERS, HEADS, SIZE, CHUNK_TOKENS = 32, 8, 128, 256
 
@@ -266,6 +268,42 @@ def _gpu_seconds(work: Callable[[], object], repeats: int) -> float:
     return best
 
 
+# Least fraction of a copy, one thread, pages of 64 KiB.
+GOALS = {
+    "gather pages": 0.9,
+    "gather + int8 per token": 0.9,
+    "int8 per token + scatter": 1.0,
+    "gather + int4 group 64": 0.5,
+    "int4 group 64 + scatter": 1.2,
+    "gather + fp8 e4m3": 0.45,
+    "fp8 e4m3 + scatter": 0.9,
+}
+
+
+def run(short: bool = False) -> dict[str, Any]:
+    """Every kernel on one thread, as a fraction of a copy; rows for the table of all benchmarks."""
+    speeds = measure_kernels(Pool(16), threads=1, repeats=3 if short else 9)
+    rows = []
+    for speed in speeds:
+        goal = GOALS.get(speed.kernel)
+        rows.append(
+            row(
+                f"kernel, 1 thread: {speed.kernel}",
+                ours=f"{speed.gb_per_second:.1f} GB/s",
+                limit="copy of the same bytes",
+                ratio=speed.copy_fraction,
+                goal="" if goal is None else f">= {goal}",
+                met=None if goal is None else speed.copy_fraction >= goal,
+            )
+        )
+    return {
+        "name": "kernels",
+        "environment": describe_environment(),
+        "results": [asdict(s) for s in speeds],
+        "rows": rows,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--threads", type=int, default=1)
@@ -282,11 +320,11 @@ def main() -> None:
         pool = Pool(options.block_size, vec=options.vec)
         rows = measure_kernels(pool, threads=options.threads, repeats=options.repeats, torch=options.torch)
     print(f"{'kernel':34s} GB/s   of a copy  of torch   ({options.threads} threads)")
-    for row in rows:
-        beside = "" if row.torch_fraction is None else f"{row.torch_fraction:8.1f}"
-        print(f"{row.kernel:34s} {row.gb_per_second:6.2f} {row.copy_fraction:8.2f} {beside}")
+    for speed in rows:
+        beside = "" if speed.torch_fraction is None else f"{speed.torch_fraction:8.1f}"
+        print(f"{speed.kernel:34s} {speed.gb_per_second:6.2f} {speed.copy_fraction:8.2f} {beside}")
     if options.out:
-        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        options.out.write_text(json.dumps([asdict(speed) for speed in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

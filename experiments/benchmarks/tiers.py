@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import shutil
 import socket
 import statistics
@@ -26,12 +25,14 @@ from pathlib import Path
 
 import numpy as np
 
+from experiments.benchmarks import row
+from experiments.environment import describe_environment
 from workbench.chunks import Chunk, ChunkChain
 from workbench.tiers.base import Tier
 from workbench.tiers.disk import DiskTier
 from workbench.tiers.redis import RedisTier
 
-__all__ = ["main", "measure_disk", "measure_lookup", "measure_redis", "redis_server"]
+__all__ = ["main", "measure", "measure_disk", "measure_lookup", "measure_redis", "redis_server", "run"]
 
 CHUNK_TOKENS, TOKEN_NBYTES = 256, 128 << 10  # 32 layers x 8 KV heads x 128, 16 bit
 LOOKUP_CHUNKS = 40
@@ -45,20 +46,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure; a temporary one without")
     options = parser.parse_args(arguments)
-    nbytes = options.chunk_tokens * TOKEN_NBYTES
-    payloads = [np.random.default_rng(i).integers(0, 256, nbytes, dtype=np.uint8) for i in range(options.chunks)]
+    print(json.dumps(measure(options.chunks, options.repeats, options.chunk_tokens, options.directory), indent=2))
+
+
+def measure(chunks: int, repeats: int, chunk_tokens: int = CHUNK_TOKENS, directory: Path | None = None) -> dict:
+    """Disk, durable and not, and Redis where a server is installed."""
+    nbytes = chunk_tokens * TOKEN_NBYTES
+    payloads = [np.random.default_rng(i).integers(0, 256, nbytes, dtype=np.uint8) for i in range(chunks)]
     result = {
-        "machine": {"cpus": os.cpu_count(), "load": os.getloadavg(), "python": platform.python_version()},
+        "environment": describe_environment(),
         "chunk_nbytes": nbytes,
-        "chunks": options.chunks,
-        "repeats": options.repeats,
-        "disk": measure_disk(payloads, options.repeats, directory=options.directory),
-        "disk_durable": measure_disk(payloads, options.repeats, directory=options.directory, durable=True),
+        "chunks": chunks,
+        "repeats": repeats,
+        "disk": measure_disk(payloads, repeats, directory=directory),
+        "disk_durable": measure_disk(payloads, repeats, directory=directory, durable=True),
     }
-    with redis_server() as port:
-        result["redis"] = measure_redis(payloads, options.repeats, port=port)
-        result["redis_lookup"] = measure_lookup(options.repeats, port=port)
-    print(json.dumps(result, indent=2))
+    if shutil.which("redis-server"):
+        with redis_server() as port:
+            result["redis"] = measure_redis(payloads, repeats, port=port)
+            result["redis_lookup"] = measure_lookup(repeats, port=port)
+    return result
+
+
+def run(short: bool = False) -> dict:
+    """Rows for the table of all benchmarks."""
+    result = measure(2 if short else 4, 5 if short else 9)
+    rows = [
+        row(f"tier {name}, {what}", ours="", limit="plain use of the same medium", ratio=result[name][f"{what}_ratio"],
+            goal=">= 0.9", met=result[name][f"{what}_ratio"] >= 0.9)
+        for name in ("disk", "disk_durable", "redis")
+        if name in result
+        for what in ("write", "read")
+    ]  # fmt: skip
+    return {"name": "tiers", **result, "rows": rows}
 
 
 def measure_disk(payloads: list[np.ndarray], repeats: int, *, directory: Path | None = None,
