@@ -42,14 +42,16 @@ class CacheState:
         columns = ("kind", "tier", "request", "key", "start", "tokens", "nbytes", "reason")
         seen: dict[str, dict[str, int]] = {}
         for kind, tier, request, key, start, tokens, nbytes, reason in self.events.select(columns).iter_rows():
+            if request:
+                seen.setdefault(request, {})  # a lookup comes before what is written for it later
             if not key:
                 continue
             self._move(kind, tier, key, nbytes, failed=bool(reason) and kind in _ARRIVES)
             if kind in _CHAIN and request:
-                seen.setdefault(request, {}).setdefault(key, start)
+                seen[request].setdefault(key, start)
                 self.tokens.setdefault(key, tokens)
                 self.uses[key] += kind == "hit"
-        for request, starts in seen.items():
+        for request, starts in ((name, starts) for name, starts in seen.items() if starts):
             self.chains[request] = sorted(starts, key=starts.__getitem__)  # stable: equal starts stay in order
             for above, key in zip(["", *self.chains[request]], self.chains[request], strict=False):
                 self.parent.setdefault(key, above)

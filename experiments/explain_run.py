@@ -191,7 +191,11 @@ def _outcome(facts: _Facts) -> str:
         return f"{reused}; nothing to compare its TTFT with (run it beside the arm {NO_REUSE!r})"
     ratio = facts.speedup
     spread = f" (95 % interval {times_text(ratio.low)} to {times_text(ratio.high)})" if ratio.n > 1 else ""
-    return f"TTFT of repeated prompts {times_text(ratio.mean)} times sooner{spread}, n = {ratio.n}; {reused}"
+    seen = "sooner" if ratio.low > 1 else "later" if ratio.high < 1 else "no difference is shown"
+    return (
+        f"repeated prompts: {seen}. TTFT without reuse is {times_text(ratio.mean)} times that with it{spread}, "
+        f"n = {ratio.n}; {reused}"
+    )
 
 
 # ---------------------------------------------------------------- the checks, in the order in which to think of them

@@ -61,15 +61,38 @@ RunBrowser("runs")
 )
 
 
-@pytest.fixture
-def server(tmp_path):
-    """A JupyterLab over a folder with one notebook and two runs; yields its address."""
-    cells = [nbformat.v4.new_code_cell(cell.strip()) for cell in (CELL, BROKEN_CELL, *RUN_CELLS)]
-    notebook = nbformat.v4.new_notebook(cells=cells)
+CHARTS_CELL = """
+import threading, time
+import ipywidgets as widgets
+import plotly.graph_objects as go
+from experiments.widgets import LiveChart
+
+charts = [LiveChart(alt=f"chart {n}") for n in range(4)]
+def update():
+    for step in range(1, 61):
+        for chart in charts:
+            chart.show(go.Figure(go.Scatter(y=list(range(step + 1)), mode="markers")), alt=f"{step} steps")
+        time.sleep(0.02)
+button = widgets.Button(description="Begin")
+button.on_click(lambda _: threading.Thread(target=update, daemon=True).start())
+widgets.VBox([button, widgets.GridBox(charts, layout={"grid_template_columns": "1fr 1fr"})])
+"""
+
+
+def write_notebook(path, *cells) -> None:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+    nbformat.write(notebook, path)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A JupyterLab over two notebooks and two runs; yields a function from a notebook's name to its address."""
+    tmp_path = tmp_path_factory.mktemp("lab")
     synthetic_run(memory_chunks=20).save(tmp_path / "work" / "runs" / "20260101-cramped")
     synthetic_run(seed=1).save(tmp_path / "work" / "runs" / "20260102-roomy")
-    nbformat.write(notebook, tmp_path / "work" / "panel.ipynb")
+    write_notebook(tmp_path / "work" / "panel.ipynb", CELL, BROKEN_CELL, *RUN_CELLS)
+    write_notebook(tmp_path / "work" / "charts.ipynb", CHARTS_CELL)
     port = free_port()
     command = lab_command(port=port, browser=False, folder=tmp_path / "work", token=TOKEN, app_in_browser=True)
     environment = {**lab_environment(), "JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "workspaces"),
@@ -78,7 +101,7 @@ def server(tmp_path):
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
             wait_for_port(port, process)
-            yield f"http://127.0.0.1:{port}/lab/tree/panel.ipynb?token={TOKEN}"
+            yield lambda name: f"http://127.0.0.1:{port}/lab/tree/{name}.ipynb?token={TOKEN}&reset"
         finally:
             process.terminate()
             process.wait(20)
@@ -149,7 +172,7 @@ def wait_until(page, ready, what: str, seconds: float = 60.0) -> None:
 
 
 def test_a_panel_is_drawn_while_it_runs_and_survives_reload_and_theme(server, page):
-    page.goto(server)
+    page.goto(server("panel"))
     run_all(page)
     run = page.locator(".jupyter-button:has-text('Run')").first
     wait_until(page, run.is_visible, "the panel")
@@ -188,11 +211,42 @@ def test_a_panel_is_drawn_while_it_runs_and_survives_reload_and_theme(server, pa
     page.shot("dark")
 
     buttons = page.locator(".modebar-btn").evaluate_all("all => all.map(button => button.dataset.title ?? '')")
-    assert any("Download" in title for title in buttons) and not any("hare" in title or "loud" in title for title in buttons)
+    assert any("Download" in title for title in buttons) and not any(
+        "hare" in title or "loud" in title for title in buttons
+    )
     assert page.locator("text=/Would you like to (get notified|receive)/").count() == 0
     assert page.foreign == []
     assert page.faults == []
     assert sum(page.received) < 16e6, "two page loads, plotly.js once each"
+
+
+def test_four_charts_keep_up_and_none_is_lost_to_an_early_click(server, page):
+    page.goto(server("charts"))
+    run_all(page)
+    button = page.locator(".jupyter-button:has-text('Begin')").first
+    wait_until(page, button.is_visible, "the charts")
+    received = sum(page.received)
+    page.wait_for_timeout(200)
+    button.click()
+    frames = page.evaluate(COUNT_FRAMES)
+    wait_until(page, lambda: page.locator("[role=img][aria-label='60 steps']").count() == 4, "all four at the end")
+    for chart in page.locator("[role=img]").all():
+        wait_until(page, lambda chart=chart: chart.locator(".points path").count() == 61, "every point of every chart")
+    print(
+        f"{frames:.0f} frames a second, {sum(page.received) / 1e6:.2f} MB in all, {received / 1e6:.2f} before the click"
+    )
+    assert frames > 10 and sum(page.received) < 8e6 and page.faults == []  # 20 and more unless the machine is busy
+
+
+COUNT_FRAMES = """() => new Promise(resolve => {
+  const start = performance.now();
+  let frames = 0;
+  const next = () => {
+    const seconds = (performance.now() - start) / 1000;
+    ++frames && seconds < 3 ? requestAnimationFrame(next) : resolve(frames / seconds);
+  };
+  requestAnimationFrame(next);
+})"""
 
 
 def test_an_exported_notebook_opens_offline_with_its_figures(page, tmp_path):

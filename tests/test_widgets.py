@@ -8,6 +8,7 @@ import nbformat
 import numpy as np
 import polars as pl
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from oracle import IDENTITY, SMALL, Pages, chain_of
 from synthetic_run import synthetic_run
 
@@ -18,7 +19,8 @@ from experiments.explain_run import explain_run
 from experiments.export import export, export_notebook
 from experiments.intervals import mean_interval
 from experiments.paired import paired_difference, plot_paired_difference, settings_difference
-from experiments.policy_comparison import CEILING, OPTIMUM, PolicyComparison, available_traces
+from experiments.policy_comparison import PolicyComparison, available_traces
+from experiments.policy_curves import CEILING, OPTIMUM
 from experiments.replay import replay
 from experiments.runs import Run
 from experiments.traces import chat, rag
@@ -184,8 +186,7 @@ def test_lab_stops_within_a_second_and_runs_again():
     lab = PolicyLab(Recency, rivals=["lru", "arc", "s3fifo"], trace="rag", seeds=20, capacities=20)
     lab.comparison.check()  # compiled before the clock starts
     lab.start()
-    while not lab.comparison.done:
-        time.sleep(0.01)
+    assert soon(lambda: lab.comparison.done)
     began = time.monotonic()
     lab.stop()
     assert lab.wait(5) and time.monotonic() - began < 1
@@ -210,6 +211,24 @@ def test_lab_exports_a_class_that_names_the_same_victims(tmp_path):
     assert np.array_equal(replay(trace, again, **options).victims, replay(trace, Recency, **options).victims)
     with pytest.raises(InvalidInputError, match="source"):
         PolicyLab(policy(type("Nameless", (Recency,), {})), rivals=["lru"]).export(tmp_path)
+
+
+def test_lab_exports_a_class_from_a_cell(tmp_path):
+    shell = InteractiveShell()
+    cell = """
+from workbench.policies import policy
+@policy
+class FromCell:
+    fields = {"used": "f8"}
+    def touch(self, c):
+        self.used[c] = math.sqrt(self.request)
+    def score(self, c):
+        return self.used[c]
+"""
+    assert shell.run_cell(f"import math{cell}").success
+    path = PolicyLab(shell.user_ns["FromCell"], rivals=["lru"]).export(tmp_path)
+    assert path.read_text().count("@policy") == 1 and "import math" in path.read_text()
+    assert replay(SMALL_CHAT, f"{path}:FromCell", capacity_chunks=200).hit_rate > 0.1
 
 
 @pytest.mark.vllm
@@ -254,7 +273,7 @@ def causes(run, arm="disk"):
 def test_a_run_in_which_reuse_works_has_no_cause(tmp_path):
     explanation = explain_run(synthetic_run().save(tmp_path / "run"))
     assert [arm.arm for arm in explanation.arms] == ["memory", "disk"] and not explanation.arms[0].causes
-    assert "times sooner" in str(explanation) and "24,320 from memory" in str(explanation)
+    assert "repeated prompts: sooner" in str(explanation) and "24,320 from memory" in str(explanation)
     assert explanation.frame().height == 2 * 9
 
 
@@ -367,15 +386,33 @@ def test_state_from_events_is_the_engines_own(tmp_path):
         own = {use.name: use.chunks for use in engine.tiers()}
         assert dict(state.tiers().select("tier", "chunks").iter_rows()) == own
         assert engine.record.totals.count("evict") > 20 and own["memory"] == 12
+        engine.retrieve(shared, pages.table, blocks=range(64))
         explorer = CacheExplorer(engine)
-        last = explorer.state.requests[-1]
-        prompt = explorer.state.prompt(last)
-        assert prompt["key"].to_list() == [chunk.key.hex() for chunk in chain_of(tokens)][: prompt.height]
+        looked_up = engine.record.frame().filter(pl.col("kind") == "lookup")["request"]
+        prompt = explorer.state.prompt(looked_up[-1])
+        assert prompt["key"].to_list() == [chunk.key.hex() for chunk in chain_of(shared)] and prompt.height == 3
         seen = explorer._events_seen
         engine.retrieve(shared, pages.table, blocks=range(64))
         assert explorer.refresh()._events_seen > seen
     for figure in (explorer.figure(), explorer.tree_figure()):
         assert "data" in figure.to_plotly_json()
+
+
+def test_explorer_follows_a_live_engine_until_it_is_closed():
+    pages = Pages(64)
+    with CacheEngine(IDENTITY, memory_bytes=12 * SMALL.chunk_nbytes) as engine:
+        explorer = CacheExplorer(engine)
+        explorer._follow.value = True
+        engine.store(range(30), pages.table, blocks=range(64))
+        assert soon(lambda: "3 chunks" in explorer._summary.value)
+    assert soon(lambda: not explorer._follow.value)
+
+
+def soon(ready, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not ready():
+        time.sleep(0.02)
+    return ready()
 
 
 def test_tree_has_every_chunk_below_its_parent(tmp_path):

@@ -336,6 +336,7 @@ class CacheEngine:
         """Wait until what was stored has reached every tier; False when the time ran out first."""
         if not self.is_open:
             return True
+        self.tiers()  # a call whose caller was interrupted may still have its turn
         done = self.data.flush(timeout)
         self.tiers()
         return done

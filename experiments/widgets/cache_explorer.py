@@ -128,6 +128,7 @@ class CacheExplorer(widgets.VBox):
         while self._following.is_set() and self._source.is_open:
             self.refresh()
             pause.wait(_FOLLOW_SECONDS)
+        self._follow.value = False  # the engine was closed
 
 
 def _events_of_arm(events: pl.DataFrame, arm: str | None) -> pl.DataFrame:

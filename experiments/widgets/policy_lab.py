@@ -4,10 +4,12 @@ lab = PolicyLab(MyPolicy)         # display it, press Run
 lab.run().verdict()               # the same without a front end
 """
 
+import ast
 import importlib.util
 import inspect
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ import plotly.graph_objects as go
 import polars as pl
 
 from experiments.plots._style import no_data_figure
-from experiments.policy_comparison import OPTIMUM, PolicyComparison, available_traces
+from experiments.policy_comparison import PolicyComparison, available_traces
+from experiments.policy_curves import OPTIMUM
 from experiments.traces import Trace
 from experiments.vllm_check import VllmCheck, check_in_vllm
 from experiments.widgets import markup
@@ -64,8 +67,7 @@ class PolicyLab(widgets.VBox):
 
     def start(self) -> "PolicyLab":
         """Begin in a thread; `wait` for it or watch the panel."""
-        self._work.start(self._measure)
-        self._set_running(self._work.running)
+        self._start(self._measure)
         return self
 
     def run(self) -> "PolicyLab":
@@ -108,15 +110,13 @@ class PolicyLab(widgets.VBox):
             InvalidInputError: Python does not know the class's source.
         """
         cls = type(self._policy)
-        try:
-            source = inspect.getsource(cls)
-        except (OSError, TypeError) as error:
-            raise InvalidInputError(f"the source of {cls.__name__} is not known: {error}") from error
+        source = _source_of(cls)
         path = Path(folder) / f"{cls.__name__.lower()}.py"
-        path.write_text(
-            f'"""A policy for kvworkbench: {path.name}:{cls.__name__}."""\n\n'
-            f"from workbench.policies import policy\n\n__all__ = [{cls.__name__!r}]\n\n\n{source}"
-        )
+        modules = {"math.": "import math", "np.": "import numpy as np"}
+        imports = [line for name, line in modules.items() if name in source]
+        head = [f'"""A policy for kvworkbench: {path.name}:{cls.__name__}."""', *imports,
+                f"from workbench.policies import policy\n\n__all__ = [{cls.__name__!r}]\n", source]  # fmt: skip
+        path.write_text("\n\n".join(head))
         return path
 
     # ---------------------------------------------------------------- the panel
@@ -137,7 +137,7 @@ class PolicyLab(widgets.VBox):
         self._export = widgets.Button(description="Export", tooltip="Write the class into a file of its own")
         self._run.on_click(lambda _: self._run_as_chosen())
         self._stop.on_click(lambda _: self.stop())
-        self._check.on_click(lambda _: self._start_check())
+        self._check.on_click(lambda _: self._start(self._show_check))
         self._export.on_click(lambda _: self._show_export())
         wrap = widgets.Layout(flex_flow="row wrap", width="100%")
         left = widgets.VBox((self._trace, self._seeds))
@@ -201,9 +201,10 @@ class PolicyLab(widgets.VBox):
         capacity = enough[len(enough) // 2] if enough else int(trace.lengths.max()) + 1
         return check_in_vllm(self._policy, trace, capacity_chunks=capacity)
 
-    def _start_check(self) -> None:
-        if self._work.start(self._show_check):
-            self._set_running(True)
+    def _start(self, work: Callable[[], None]) -> None:
+        if not self._work.running:
+            self._set_running(True)  # before the thread, which sets it back at its end
+            self._work.start(work)
 
     def _show_check(self) -> None:
         self._message.value = markup.quiet("Importing vLLM and replaying; this takes about half a minute.")
@@ -217,6 +218,25 @@ class PolicyLab(widgets.VBox):
             return
         name = f"{path.name}:{type(self._policy).__name__}"
         self._message.value = markup.quiet(f"Written to {path.resolve()}. In the engine and in vLLM: policy = {name!r}")
+
+
+def _source_of(cls: type) -> str:
+    """The text of a class, also of one from a notebook's cell, which Python finds by its methods only."""
+    try:
+        method = next(f for f in vars(cls).values() if inspect.isfunction(f) and f.__module__ == cls.__module__)
+        lines, _ = inspect.findsource(method)
+    except (StopIteration, OSError, TypeError) as error:
+        raise InvalidInputError(f"the source of {cls.__name__} is not known") from error
+    first = method.__code__.co_firstlineno
+    for node in ast.walk(ast.parse("".join(lines))):
+        if (
+            isinstance(node, ast.ClassDef)
+            and node.name == cls.__name__
+            and node.lineno <= first <= (node.end_lineno or 0)
+        ):
+            start = min(part.lineno for part in (node, *node.decorator_list))
+            return textwrap.dedent("".join(lines[start - 1 : node.end_lineno]))
+    raise InvalidInputError(f"the source of {cls.__name__} is not known: no class statement around its methods")
 
 
 def _verdict_html(found: PolicyComparison) -> str:
