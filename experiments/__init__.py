@@ -11,6 +11,7 @@ _HOMES = {
     "ARMS": "experiments.serving",
     "Arm": "experiments.serving",
     "EngineProcess": "experiments.serving",
+    "PolicyComparison": "experiments.policy_comparison",
     "Run": "experiments.runs",
     "compare": "experiments.demo",
     "list_runs": "experiments.runs",

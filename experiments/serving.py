@@ -288,7 +288,7 @@ class Comparison:
                                log=self.folder / f"engine-{arm.name}.log")  # fmt: skip
         self._engines[arm.name] = engine.start()
         self._check_settings(arm, engine.settings)
-        self.settings[arm.name] = engine.settings
+        self.settings[arm.name] = {**engine.settings, "cache": dict(arm.cache or {})}
         engine.generate(np.arange(1, 40), max_tokens=2)  # loads code paths; request 0 of each start, in no statistics
 
     def _check_settings(self, arm: Arm, settings: dict[str, Any]) -> None:

@@ -98,3 +98,16 @@ def test_an_engine_that_cannot_start_says_why(tmp_path):
             vllm={"max_model_len": 256, "kv_cache_memory_bytes": 16 << 20},
             log=tmp_path / "log",
         ).start()
+
+
+def test_the_quickstart_notebook_runs_from_top_to_bottom(monkeypatch):
+    from experiments.notebook_files import FIGURE, notebook_sources, run_notebook
+
+    monkeypatch.setenv("KVWORKBENCH_MODEL", MODEL)
+    source = next(path for path in notebook_sources() if path.stem == "00_quickstart")
+    notebook = run_notebook(source, seconds=600)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any(FIGURE in output.get("data", {}) for output in outputs)
+    text = "".join(output.get("text", "") for output in outputs)
+    cold, warm = (line for line in text.splitlines() if line.startswith(("cold:", "warm:")))
+    assert " 0 tokens reused" in cold and " 0 tokens reused" not in warm

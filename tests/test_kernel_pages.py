@@ -165,3 +165,32 @@ def test_layers_that_are_no_page_table(layers):
 def test_an_unknown_implementation_lists_the_known():
     with pytest.raises(ValueError, match="numba, reference"):
         gather_pages(PageTable([np.zeros((4, 8), np.uint8)] * 2), impl="cuda", **GOOD)
+
+
+@pytest.mark.parametrize("stream_nbytes", [0, 1 << 60])
+def test_streamed_or_not_the_bytes_are_the_same(monkeypatch, stream_nbytes):
+    """Large scatters use other stores than small ones; both must move every byte."""
+    import kernels.pages
+
+    monkeypatch.setattr(kernels.pages, "STREAM_NBYTES", stream_nbytes)
+    rng = np.random.default_rng(0)
+    layers = [aligned(rng.integers(0, 256, (5, 128), np.uint8)) for _ in range(2)]
+    arena = aligned(rng.integers(0, 256, (3, 2, 2, 128), np.uint8))
+    blocks, slots = np.array([[4, 0], [-1, 2]]), np.array([2, 0])
+    expected = [layer.copy() for layer in layers]
+    for chunk, slot in zip(blocks, slots, strict=True):
+        for i, block in enumerate(chunk):
+            for number, layer in enumerate(expected):
+                if block >= 0:
+                    layer[block] = arena[slot, number, i]
+    scatter_pages(arena, slots, PageTable(layers), blocks)
+    assert all(np.array_equal(layer, want) for layer, want in zip(layers, expected, strict=True))
+
+
+def aligned(array):
+    """The same bytes, beginning on a cache line."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    place = memory[start : start + array.nbytes].reshape(array.shape)
+    place[:] = array
+    return place

@@ -3,8 +3,9 @@
     python -m experiments.benchmarks.connector [--model NAME] [--repeats 5] [--short]
 
 Every arm is one single-process engine with the same fixed threads. For each repeat and length all arms get the same
-cold prompt in rotating order; then the disk arm's vLLM is restarted; then all get the same prefix with another suffix
-of 64 tokens. The plain copy moves as many bytes as the load, from one warm buffer to another, with the same threads.
+cold prompt in rotating order; then the disk arm's vLLM is restarted; then all get the same prefix with another question
+of 64 tokens (16 for SmolLM2). The plain copy moves as many bytes as the load, from one warm buffer to another, with
+the same threads.
 """
 
 import argparse
@@ -25,8 +26,7 @@ from experiments.serving import Arm, EngineProcess
 
 __all__ = ["main", "measure", "run"]
 
-SUFFIX_TOKENS = 64
-CASES = {"random:llama-8layer": 1, "smollm2": 2}  # model -> threads
+CASES = {"random:llama-8layer": (1, 64), "smollm2": (2, 16)}  # model -> (threads, tokens of the question)
 
 OURS = (
     Arm("none", "no reuse"),
@@ -51,28 +51,31 @@ def peer_arms(folder: Path) -> tuple[Arm, ...]:
     )
 
 
-def measure(model: str, threads: int, *, lengths: tuple[int, ...] = (2048, 4096), repeats: int = 5,
-            peers: bool = True) -> dict[str, Any]:  # fmt: skip
+def measure(model: str, threads: int, *, suffix_tokens: int = 64, lengths: tuple[int, ...] = (2048, 4096),
+            repeats: int = 5, peers: bool = True) -> dict[str, Any]:  # fmt: skip
     """TTFTs of one model; returns medians, paired ratios and every sample."""
     source = resolve_model(model)
     with tempfile.TemporaryDirectory(prefix="kvworkbench-bench-") as name:
         folder = Path(name)
         arms = OURS + (peer_arms(folder) if peers else ())
-        kv_tokens = (repeats + 1) * sum(-(-(n + SUFFIX_TOKENS) // 128) * 128 for n in lengths) + 8192
+        kv_tokens = (repeats + 1) * sum(-(-(n + suffix_tokens) // 128) * 128 for n in lengths) + 8192
         options = {"max_model_len": max(lengths) + 256, "kv_cache_memory_bytes": kv_tokens * source.bytes_per_token}
-        bench = _Bench(str(source.path), arms, folder, threads, options)
+        bench = _Bench(str(source.path), arms, folder, threads, options, suffix_tokens)
         try:
             samples = bench.run(lengths, repeats)
         finally:
             bench.close()
     copies = {n: _copy_seconds(n * source.bytes_per_token, threads) for n in lengths}
     return {"model": source.name, "threads": threads, "bytes_per_token": source.bytes_per_token, "repeats": repeats,
+            "suffix_tokens": suffix_tokens,
             "lengths": {n: _summary(samples, n, copies[n]) for n in lengths}, "samples": samples}  # fmt: skip
 
 
 class _Bench:
-    def __init__(self, model: str, arms: tuple[Arm, ...], folder: Path, threads: int, options: dict[str, Any]):
+    def __init__(self, model: str, arms: tuple[Arm, ...], folder: Path, threads: int, options: dict[str, Any],
+                 suffix_tokens: int):  # fmt: skip
         self.model, self.arms, self.folder, self.threads, self.options = model, arms, folder, threads, options
+        self.suffix_tokens = suffix_tokens
         self.engines = {arm.name: self._start(arm) for arm in arms}
 
     def _start(self, arm: Arm) -> EngineProcess:
@@ -87,11 +90,11 @@ class _Bench:
         rng = np.random.default_rng(12345)
         shared = rng.integers(10, 250, 512)
         for _ in range(3):
-            engine.generate(np.concatenate([shared, rng.integers(10, 250, SUFFIX_TOKENS)]), max_tokens=1)
+            engine.generate(np.concatenate([shared, rng.integers(10, 250, self.suffix_tokens)]), max_tokens=1)
         return engine
 
     def run(self, lengths: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-        prompts = [(n, r, *_prompts(n, r)) for r in range(repeats) for n in lengths]
+        prompts = [(n, r, *_prompts(n, r, self.suffix_tokens)) for r in range(repeats) for n in lengths]
         samples = [s for turn, (n, r, cold, _) in enumerate(prompts) for s in self._round(n, r, cold, "cold", turn)]
         for arm in self.arms:
             if arm.restart:
@@ -116,10 +119,10 @@ class _Bench:
             engine.close()
 
 
-def _prompts(length: int, repeat: int) -> tuple[np.ndarray, np.ndarray]:
+def _prompts(length: int, repeat: int, suffix_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng((length, repeat))
     shared = rng.integers(10, 250, length)
-    return tuple(np.concatenate([shared, rng.integers(10, 250, SUFFIX_TOKENS)]) for _ in range(2))
+    return tuple(np.concatenate([shared, rng.integers(10, 250, suffix_tokens)]) for _ in range(2))
 
 
 def _copy_seconds(nbytes: int, threads: int) -> float:
@@ -214,7 +217,10 @@ def run(short: bool = False) -> dict[str, Any]:
     if short:
         results = [measure("random:llama-8layer", 1, lengths=(2048,), repeats=3)]
     else:
-        results = [measure(model, min(threads, os.cpu_count() or 1)) for model, threads in CASES.items()]
+        results = [
+            measure(model, min(threads, os.cpu_count() or 1), suffix_tokens=suffix)
+            for model, (threads, suffix) in CASES.items()
+        ]
     return {"name": "connector", "environment": describe_environment(), "results": results,
             "rows": [line for result in results for line in rows_of(result)]}  # fmt: skip
 
@@ -225,10 +231,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="without vLLM's other connectors")
     options = parser.parse_args()
     if options.model:
-        threads = options.threads or CASES.get(options.model, os.cpu_count() or 1)
-        result = measure(options.model, threads, repeats=options.repeats)
+        threads, suffix = CASES.get(options.model, (os.cpu_count() or 1, 64))
+        result = measure(
+            options.model,
+            options.threads or threads,
+            suffix_tokens=suffix,
+            repeats=options.repeats,
+            peers=options.peers,
+        )
         print(
             json.dumps({"environment": describe_environment(), "results": [result], "rows": rows_of(result)}, indent=1)
         )
