@@ -77,8 +77,9 @@ run.plot("ttft")
 
 # %%
 prompt = workload.requests[0].token_ids
-with EngineProcess(str(model.path), cache={"memory_bytes": "512MiB", "chunk_tokens": 256}, vllm={"max_model_len": 8192,
-                   "kv_cache_memory_bytes": 8192 * model.bytes_per_token}) as engine:  # fmt: skip
+cache = {"memory_bytes": "512MiB", "chunk_tokens": 256}
+room = {"max_model_len": 6144, "kv_cache_memory_bytes": 8192 * model.bytes_per_token}
+with EngineProcess(str(model.path), cache=cache, vllm=room) as engine:
     for turn in ("cold", "warm"):
         answer = engine.generate(prompt, max_tokens=12)
         print(f"{turn}: first token after {answer['ttft_s'] * 1e3:7.1f} ms, {answer['cached_tokens']:5d} tokens reused")
