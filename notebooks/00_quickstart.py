@@ -20,6 +20,7 @@ import os
 from pathlib import Path
 
 from experiments import EngineProcess, compare, long_document, resolve_model, summary_table
+from experiments.provenance import provenance
 
 quick = os.environ.get("KVWORKBENCH_SIZE", "quick") == "quick"  # "full" for longer documents
 model = resolve_model(os.environ.get("KVWORKBENCH_MODEL", "smollm2"))
@@ -37,12 +38,8 @@ tokenizer = AutoTokenizer.from_pretrained(str(model.path))
 workload = long_document(tokenizer, groups=5, documents_per_group=1, document_tokens=800 if quick else 3000,
                          questions=2, max_tokens=8)  # fmt: skip
 print(workload.description)
-print(
-    "reusable at most:",
-    workload.upper_bound_hit_tokens(256).sum(),
-    "of",
-    sum(len(r.token_ids) for r in workload.requests),
-)
+prompt_tokens = sum(len(request.token_ids) for request in workload.requests)
+print("reusable at most:", workload.upper_bound_hit_tokens(256).sum(), "of", prompt_tokens, "prompt tokens")
 
 # %% [markdown]
 # ## Run it, without and with reuse
@@ -56,16 +53,8 @@ run = compare(model, workload, arms=arms, name="quickstart", runs=Path(os.enviro
 # Asked a second time about the same document, the engine loads what it stored; answers are compared token by token.
 
 # %%
-columns = [
-    "arm_label",
-    "phase",
-    "n",
-    "ttft_median_s",
-    "hit_tokens",
-    "expected_hit_tokens",
-    "equal_none",
-    "compared_none",
-]
+print(provenance("measured"))
+columns = ["arm_label", "phase", "n", "ttft_median_s", "hit_tokens", "equal_none", "compared_none"]
 summary_table(run.requests, run.events).select(columns)
 
 # %%
