@@ -9,6 +9,7 @@ from experiments.models import ModelSource, resolve_model
 from experiments.runs import Run, new_run_folder, requests_frame
 from experiments.serving import ARMS, Arm, Comparison, Progress
 from experiments.workloads.long_document import long_document
+from workbench.explain import common_prefix_tokens
 
 __all__ = ["compare", "demo_workload"]
 
@@ -81,10 +82,4 @@ def shared_tokens(workload: Any) -> dict[str, int]:
 
 def _longest_shared(request: Any, group: list[Any]) -> int:
     others = [other for other in group if other.document != request.document]
-    return max((_common_prefix(request.token_ids, other.token_ids) for other in others), default=0)
-
-
-def _common_prefix(a: Any, b: Any) -> int:
-    n = min(len(a), len(b))
-    different = (a[:n] != b[:n]).nonzero()[0]
-    return int(different[0]) if len(different) else n
+    return max((common_prefix_tokens(request.token_ids, other.token_ids) for other in others), default=0)

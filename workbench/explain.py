@@ -10,7 +10,7 @@ from workbench.chunks import ChunkChain
 if TYPE_CHECKING:
     from workbench.control import ControlPlane
 
-__all__ = ["Explanation", "explain_chain"]
+__all__ = ["Explanation", "common_prefix_tokens", "explain_chain"]
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,12 @@ def explain_chain(control: "ControlPlane", chain: ChunkChain) -> Explanation:
     reason = control.miss_reason(chain[hit_chunks]) if hit_chunks < len(chain) else ""
     tokens = chain.tokens()
     others = (other for root, other in control.recent_prompts if root == chain.root)
-    shared = max((_common_prefix(tokens, other) for other in others), default=0)
+    shared = max((common_prefix_tokens(tokens, other) for other in others), default=0)
     return Explanation(len(tokens), hit_chunks * chain.chunk_tokens, tuple(tiers), chain.chunk_tokens, shared, reason)
 
 
-def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+def common_prefix_tokens(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading tokens two prompts, arrays of ids, have in common."""
     n = min(len(a), len(b))
     different = np.flatnonzero(a[:n] != b[:n])
     return int(different[0]) if different.size else n
