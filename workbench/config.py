@@ -49,6 +49,8 @@ class CacheConfig(BaseSettings):
     disk_policy: str = "lru"  # the same for the disk tier
     redis_policy: str = "lru"
     object_store_policy: str = "lru"
+    codec: str = "raw"  # of the tiers below memory: a name of `workbench.codecs`, or as in "int4(group=32)"
+    memory_codec: str = "raw"  # of the memory tier: encoded when a chunk is stored, decoded by each load
     write: Literal["through", "back"] = "through"  # to slower tiers at once, or when evicted
     store_decoded: bool = True  # store chunks that fill up while the answer is generated, too
     staging_bytes: ByteSize = ByteSize(256 << 20)  # chunks under way to slower tiers without a place in memory

@@ -297,6 +297,7 @@ class ControlPlane:
         if reason:
             self._store_failed(entry, done)
             return -1
+        tier.shrink(entry, done.nbytes)
         return self._confirm(entry, done.level)
 
     def _loaded(self, entry: int, done: Done) -> int:

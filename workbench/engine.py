@@ -11,7 +11,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from kernels.pages import PageTable
 from workbench.chunks import ChunkChain, ChunkScope, token_array
+from workbench.codecs import resolve_codec
 from workbench.config import CacheConfig
 from workbench.control import ControlPlane
 from workbench.errors import InvalidInputError, LayoutError
@@ -27,11 +28,13 @@ from workbench.explain import Explanation, explain_chain
 from workbench.layout import Identity, KVLayout
 from workbench.orders import Done, Order, Store
 from workbench.tiers.base import Tier, TierIndex
+from workbench.tiers.encoded import EncodedTier
+from workbench.tiers.memory import MemoryTier
 from workbench.tiers.presence import Presence
 from workbench.transfers import DataPlane
 from workbench.turns import Turns
 
-__all__ = ["CacheEngine", "EventFile", "HitTokens", "Pin", "build_control", "build_data"]
+__all__ = ["CacheEngine", "EventFile", "HitTokens", "Pin", "build_control", "build_data", "encoded_identity"]
 
 
 def build_control(identity: Identity, config: CacheConfig, tiers: Sequence[Tier], *, record: Recorder | None = None,
@@ -52,7 +55,8 @@ def build_control(identity: Identity, config: CacheConfig, tiers: Sequence[Tier]
                                  policy=config.policy))  # fmt: skip
     for level, tier in enumerate(tiers, len(indexes)):
         nbytes = tier.nbytes_of(layout.chunk_nbytes, layout.chunk_tokens)
-        capacity, policy = int(getattr(config, f"{tier.name}_bytes")), getattr(config, f"{tier.name}_policy")
+        capacity = int(getattr(config, f"{tier.name}_bytes"))
+        policy = config.policy if tier.name == "memory" else getattr(config, f"{tier.name}_policy")
         if capacity < nbytes:
             raise InvalidInputError(f"{tier.name}_bytes is {capacity}; one chunk takes {nbytes} bytes there")
         indexes.append(TierIndex(tier.name, level, capacity, chunk_nbytes=nbytes, policy=policy))
@@ -75,12 +79,26 @@ def build_data(identity: Identity, config: CacheConfig, *, threads: int = 2) -> 
     )
 
 
+def encoded_identity(identity: Identity, config: CacheConfig) -> Identity:
+    """The identity of KV that may have gone through the configured codecs: nobody else's chunks, and its own alone."""
+    memory, below = (repr(resolve_codec(spec)) for spec in (config.memory_codec, config.codec))
+    if not config.memory_bytes:
+        memory = "raw"
+    codec = "raw" if memory == below == "raw" else f"memory {memory}, below {below}"
+    return replace(identity, codec=codec) if identity.codec == "raw" else identity
+
+
 def memory_slots(layout: KVLayout, config: CacheConfig) -> int:
-    """Chunks that the memory tier holds; 0 without one.
+    """Chunks that the arena holds; 0 without a memory tier, or when its chunks are encoded.
 
     Raises:
         InvalidInputError: There is a budget, but not even one chunk fits, or there is no tier at all.
     """
+    if config.memory_bytes and config.memory_codec != "raw":
+        if config.write == "back":
+            raise InvalidInputError('write="back" writes down what the arena evicts; with memory_codec '
+                                    f'{config.memory_codec!r} there is none. Use write="through"')  # fmt: skip
+        return 0
     slots = int(config.memory_bytes) // layout.chunk_nbytes
     if config.memory_bytes and not slots:
         raise InvalidInputError(
@@ -93,7 +111,15 @@ def memory_slots(layout: KVLayout, config: CacheConfig) -> int:
 
 
 def build_tiers(identity: Identity, config: CacheConfig) -> list[Tier]:
-    """The tiers below memory, fastest first."""
+    """The tiers below the arena, fastest first: those with a codec encode and decode."""
+    layout, below = identity.layout, resolve_codec(config.codec)
+    tiers = [tier if repr(below) == "raw" else EncodedTier(tier, below, layout) for tier in _media(identity, config)]
+    if config.memory_bytes and config.memory_codec != "raw":
+        tiers.insert(0, EncodedTier(MemoryTier(), resolve_codec(config.memory_codec), layout))
+    return tiers
+
+
+def _media(identity: Identity, config: CacheConfig) -> list[Tier]:
     tiers: list[Tier] = []
     if config.disk_path is not None:
         from workbench.tiers.disk import DiskTier
@@ -199,9 +225,9 @@ class CacheEngine:
 
     def __init__(self, identity: Identity, config: CacheConfig | None = None, *, record: Recorder | None = None,
                  **settings):  # fmt: skip
-        self.identity = identity
         self.config = config if config is not None else CacheConfig(**{"chunk_tokens": identity.layout.chunk_tokens,
                                                                        **settings})  # fmt: skip
+        self.identity = identity = encoded_identity(identity, self.config)
         if self.config.chunk_tokens != identity.layout.chunk_tokens:
             raise InvalidInputError(
                 f"chunk_tokens is {self.config.chunk_tokens} in the settings and {identity.layout.chunk_tokens} "

@@ -32,7 +32,7 @@ from workbench.chunks import ChunkChain
 from workbench.config import CacheConfig
 from workbench.connectors.vllm_identity import identity_of, scope_of
 from workbench.connectors.vllm_metrics import TransferMetrics, TransferStats
-from workbench.engine import EventFile, build_control, build_data, build_tiers
+from workbench.engine import EventFile, build_control, build_data, build_tiers, encoded_identity
 from workbench.errors import EngineRunningError
 from workbench.events import Recorder
 from workbench.orders import Done, Order
@@ -109,7 +109,7 @@ class _Scheduler:
     """The control plane among vLLM's scheduler hooks."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, config: CacheConfig):
-        self.identity = identity_of(vllm_config, kv_cache_config, config.chunk_tokens)
+        self.identity = encoded_identity(identity_of(vllm_config, kv_cache_config, config.chunk_tokens), config)
         self.config = config
         self.sink = EventFile(config.events_path) if config.events_path else None
         self.tiers = build_tiers(self.identity, config)  # to find what they hold; the bytes are the workers' business
@@ -216,7 +216,7 @@ class _Worker:
         import torch
 
         self._threads = torch.get_num_threads()
-        identity = identity_of(vllm_config, kv_cache_config, config.chunk_tokens)
+        identity = encoded_identity(identity_of(vllm_config, kv_cache_config, config.chunk_tokens), config)
         self.data = build_data(identity, rank_config(config, vllm_config), threads=self._threads)
         self.stats = TransferStats()
         self._attached = False

@@ -65,7 +65,7 @@ def _isa(vllm_config: Any, spec: Any) -> str:
         return f"unknown/{get_cpu_capability()}"
 
 
-def identity_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, codec: str = "raw") -> Identity:
+def identity_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int) -> Identity:
     """The identity of all KV that this engine computes. Equal on the scheduler and on each worker."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     text = getattr(model, "hf_text_config", None) or model.hf_config
@@ -81,7 +81,6 @@ def identity_of(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, codec
         tensor_parallel=(0, parallel.tensor_parallel_size),
         pipeline_parallel=(0, parallel.pipeline_parallel_size),
         isa=_isa(vllm_config, groups[0].kv_cache_spec),
-        codec=codec,
         extra=(f"layout={getattr(cache, 'kv_cache_layout', None)}", f"seed={_dummy_seed(vllm_config)}"),
     )
 

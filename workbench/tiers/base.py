@@ -33,10 +33,14 @@ class Tier(ABC):
 
     name = "tier"
     shared = False  # other engines, which do not tell each other, store here and remove from here too
+    exact = True  # what is read is what was written, bit by bit; a lossy codec is not
 
     @abstractmethod
-    def read(self, chunk: Chunk, out: np.ndarray) -> str:
+    def read(self, chunk: Chunk, out: np.ndarray, *, at_most: bool = False) -> str:
         """Fill `out` (uint8, contiguous, exactly the payload's size) with the chunk's bytes.
+
+        With `at_most` a shorter payload is as good: it comes to stand at the front of `out`, and says itself where it
+        ends.
 
         Returns "" if `out` holds exactly what was written for this chunk, else a reason: "absent", "corrupt",
         "mismatch" or the system's name of the fault. After a reason, `out` may hold anything.
@@ -124,6 +128,12 @@ class TierIndex:
         self._nbytes[entry] = nbytes
         self.used_bytes += nbytes
         self.high_water_bytes = max(self.high_water_bytes, self.used_bytes)
+
+    def shrink(self, entry: int, nbytes: int) -> None:
+        """A written chunk turned out smaller than what was reserved for it."""
+        if 0 < nbytes < self._nbytes[entry]:
+            self.used_bytes -= self._nbytes[entry] - nbytes
+            self._nbytes[entry] = nbytes
 
     def begin(self, request: int, now: float) -> None:
         """A request's chunks are about to be settled."""

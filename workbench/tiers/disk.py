@@ -75,7 +75,7 @@ class DiskTier(Tier):
     def nbytes_of(self, payload_nbytes: int, tokens: int) -> int:
         return header_nbytes(tokens) + -(-payload_nbytes // ALIGNMENT) * ALIGNMENT
 
-    def read(self, chunk: Chunk, out: np.ndarray) -> str:
+    def read(self, chunk: Chunk, out: np.ndarray, *, at_most: bool = False) -> str:
         try:
             fd = self._files.open(self._file(chunk.key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -84,7 +84,7 @@ class DiskTier(Tier):
                 return "corrupt"
             return "absent" if error.errno == errno.ENOENT else _fault(error)
         try:
-            reason = self._read_open(fd, chunk, out)
+            reason = self._read_open(fd, chunk, out, at_most)
         except OSError as error:
             reason = _fault(error)
         finally:
@@ -99,8 +99,10 @@ class DiskTier(Tier):
         """The file's time is its last use: the order that a restart finds."""
         _quietly(self._files.utime, self._file(key))  # evicted meanwhile by another process: the bytes were read
 
-    def _read_open(self, fd: int, chunk: Chunk, out: np.ndarray) -> str:
+    def _read_open(self, fd: int, chunk: Chunk, out: np.ndarray, at_most: bool) -> str:
         size = header_nbytes(chunk.num_tokens)
+        if at_most:
+            out = out[: max(0, self._files.stat_fd(fd).st_size - size)]
         head = bytearray(size)
         if not self._fill(fd, [head, out], 0):
             return "corrupt"

@@ -88,27 +88,31 @@ class ObjectStoreTier(RemoteTier):
 
         self._run([lambda pace, i=i: find(i, pace) for i in range(len(keys))], at_once=_QUESTIONS_AT_ONCE)
 
-    def _fetch(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray], reasons: list[str | None]) -> None:
+    def _fetch(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray], reasons: list[str | None],
+               at_most: bool) -> None:  # fmt: skip
         ends = [(bytearray(header_nbytes(c.num_tokens)), bytearray(self._tag_nbytes)) for c in chunks]
-        arrived: list[int] = []
+        arrived: dict[int, np.ndarray] = {}
 
         async def fetch(i: int, pace: Pace) -> None:
             head, tag = ends[i]
             try:
-                reasons[i] = await self._get(chunks[i].key, [head, outs[i], tag], pace)
+                got = await self._get(chunks[i], head, outs[i], tag, pace=pace, at_most=at_most)
             except RemoteError as fault:
                 reasons[i] = fault.reason
                 if fault.outage:
                     raise
             else:
-                arrived.append(i)
+                if isinstance(got, str):
+                    reasons[i] = got
+                else:
+                    arrived[i] = got
 
         try:
             self._run([lambda pace, i=i: fetch(i, pace) for i in range(len(chunks))])
         finally:
-            for i in arrived:
+            for i, payload in arrived.items():
                 head, tag = ends[i]
-                reasons[i] = reasons[i] or self._judge(chunks[i], head, outs[i], tag)
+                reasons[i] = self._judge(chunks[i], head, payload, tag)
 
     def _send(self, chunks: Sequence[Chunk], payloads: Sequence[np.ndarray], outcomes: list[Written | None]) -> None:
         try:
@@ -161,18 +165,20 @@ class ObjectStoreTier(RemoteTier):
         except FileNotFoundError:
             return None
 
-    async def _get(self, key: bytes, parts: list, pace: Pace) -> str:
-        """Fill the parts of a record, one after the other; "" or the reason why they were not filled."""
-        expected = sum(memoryview(part).nbytes for part in parts)
+    async def _get(self, chunk: Chunk, head: bytearray, out: np.ndarray, tag: bytearray, *, pace: Pace,
+                   at_most: bool) -> np.ndarray | str:  # fmt: skip
+        """Fill the parts of a record, one after the other; the part of `out` that is filled, or the reason why none."""
+        expected = self.nbytes_of(out.nbytes, chunk.num_tokens)
         try:
-            request = obstore.get_async(self._store, _path(key), options={"range": (0, expected)})
+            request = obstore.get_async(self._store, _path(chunk.key), options={"range": (0, expected)})
             result = await _within(pace.left(), request)
         except FileNotFoundError:
             return "absent"
-        if result.meta["size"] != expected:
-            return self._judge_length(result.meta["size"], expected)
-        await _scatter(aiter(result.stream(min_chunk_size=_PIECE)), list(map(memoryview, parts)), pace)
-        return ""
+        payload = self._payload(chunk, out, result.meta["size"], at_most)
+        if not isinstance(payload, str):
+            parts = [memoryview(head), memoryview(payload), memoryview(tag)]
+            await _scatter(aiter(result.stream(min_chunk_size=_PIECE)), parts, pace)
+        return payload
 
     async def _put(self, key: bytes, record: bytes, only_new: bool, pace: Pace) -> None:
         """Store a record; what is there but of the wrong length is replaced. Raises AlreadyExistsError if beaten."""

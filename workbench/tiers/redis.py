@@ -89,7 +89,8 @@ class RedisTier(RemoteTier):
                 refusals.add(refusal)
         _raise_outage(refusals)
 
-    def _fetch(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray], reasons: list[str | None]) -> None:
+    def _fetch(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray], reasons: list[str | None],
+               at_most: bool) -> None:  # fmt: skip
         sizes = [self.nbytes_of(out.nbytes, chunk.num_tokens) for chunk, out in zip(chunks, outs, strict=True)]
         asked = waiting = 0
         with self._wire() as wire:
@@ -99,23 +100,24 @@ class RedisTier(RemoteTier):
                     questions.append(_command(b"GET", _name(chunks[asked].key)))
                     waiting, asked = waiting + sizes[asked], asked + 1
                 wire.send(b"".join(questions))
-                reason, refusal = _answer(lambda c=chunk, o=out: self._receive(wire, c, o), "")
+                reason, refusal = _answer(lambda c=chunk, o=out: self._receive(wire, c, o, at_most), "")
                 reasons[i], waiting = reason or refusal, waiting - sizes[i]
         _raise_outage(reasons)
 
-    def _receive(self, wire: "_Wire", chunk: Chunk, out: np.ndarray) -> str:
+    def _receive(self, wire: "_Wire", chunk: Chunk, out: np.ndarray, at_most: bool) -> str:
         """One reply to GET: the record into its places, or past it."""
-        nbytes, expected = wire.bulk_nbytes(), self.nbytes_of(out.nbytes, chunk.num_tokens)
+        nbytes = wire.bulk_nbytes()
         if nbytes is None:
             return "absent"
-        if nbytes != expected:
+        payload = self._payload(chunk, out, nbytes, at_most)
+        if isinstance(payload, str):
             wire.skip(nbytes)
-            return self._judge_length(nbytes, expected)
+            return payload
         head, tag = bytearray(header_nbytes(chunk.num_tokens)), bytearray(self._tag_nbytes)
-        for part in (memoryview(head), out.data, memoryview(tag)):
+        for part in (memoryview(head), payload.data, memoryview(tag)):
             wire.fill(part)
         wire.end_of_bulk()
-        return self._judge(chunk, head, out, tag)
+        return self._judge(chunk, head, payload, tag)
 
     def _send(self, chunks: Sequence[Chunk], payloads: Sequence[np.ndarray], outcomes: list[Written | None]) -> None:
         sizes = [self.nbytes_of(p.nbytes, c.num_tokens) for c, p in zip(chunks, payloads, strict=True)]

@@ -113,13 +113,13 @@ class RemoteTier(Tier):
         self._attempt(lambda: self._find(keys, found))
         return found
 
-    def read(self, chunk: Chunk, out: np.ndarray) -> str:
-        return self.read_many([chunk], [out])[0]
+    def read(self, chunk: Chunk, out: np.ndarray, *, at_most: bool = False) -> str:
+        return self.read_many([chunk], [out], at_most=at_most)[0]
 
-    def read_many(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray]) -> list[str]:
+    def read_many(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray], *, at_most: bool = False) -> list[str]:
         """`read` for several chunks in one pipeline; one reason each."""
         reasons: list[str | None] = [None] * len(chunks)
-        fault = self._attempt(lambda: self._fetch(chunks, outs, reasons))
+        fault = self._attempt(lambda: self._fetch(chunks, outs, reasons, at_most))
         done = [fault if reason is None else reason for reason in reasons]
         bad = [chunk.key for chunk, reason in zip(chunks, done, strict=True) if reason in _BAD_RECORD]
         if bad:
@@ -158,7 +158,8 @@ class RemoteTier(Tier):
         """Set `found` where a key is there. Raises RemoteError."""
 
     @abstractmethod
-    def _fetch(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray], reasons: list[str | None]) -> None:
+    def _fetch(self, chunks: Sequence[Chunk], outs: Sequence[np.ndarray], reasons: list[str | None],
+               at_most: bool) -> None:  # fmt: skip
         """Fill each `out` and set its reason, "" for a good one. Raises RemoteError for all that have none yet."""
 
     @abstractmethod
@@ -215,6 +216,15 @@ class RemoteTier(Tier):
         """Header and tag that go before and after a payload."""
         header = pack_header(chunk, self._identity, payload)
         return header, self._seal.tag(header, payload) if self._seal is not None else b""
+
+    def _payload(self, chunk: Chunk, out: np.ndarray, nbytes: int, at_most: bool) -> np.ndarray | str:
+        """The part of `out` that the payload of a record of so many bytes fills, or why it cannot be this chunk's."""
+        expected = self.nbytes_of(out.nbytes, chunk.num_tokens)
+        if nbytes == expected:
+            return out
+        if at_most and expected - out.nbytes <= nbytes < expected:
+            return out[: out.nbytes - (expected - nbytes)]
+        return self._judge_length(nbytes, expected)
 
     def _judge_length(self, nbytes: int, expected: int) -> str:
         """Reason for a record of the wrong length; one that is whole but for the seal is unsigned, not damaged."""
