@@ -3,7 +3,8 @@
     gather_pages(pages, blocks, arena, slots)     arena[slots[k], l, i] = pages[l][blocks[k, i]]     store path
     scatter_pages(arena, slots, pages, blocks)    pages[l][blocks[k, i]] = arena[slots[k], l, i]     retrieve path
 
-pages   L arrays (num_blocks, page_nbytes) uint8, rows contiguous; the distance between rows may exceed page_nbytes
+pages   L arrays (num_blocks, page_nbytes) uint8, rows contiguous; the distance between rows may exceed page_nbytes.
+        NumPy, or torch tensors on a GPU; the arena always lies in the host's memory
 arena   (num_slots, L, n, page_nbytes) uint8, contiguous: one chunk a slot
 blocks  (m, n) int64, block ids; -1 = skip this page
 slots   (m,) int64, slot of each chunk; no slot twice in a gather, no block twice in a scatter
@@ -12,12 +13,15 @@ A page is moved whole, so any page format survives, packed ones included. Both r
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from kernels.dispatch import Implementations, on_gpu
 
 __all__ = ["PageTable", "gather_pages", "scatter_pages"]
 
@@ -26,27 +30,32 @@ class PageTable:
     """The addresses of a paged KV cache, taken once: building them anew would cost more than a small load.
 
     Args:
-        pages: L arrays of uint8, (num_blocks, page_nbytes), rows contiguous. Kept alive by this object.
+        pages: L arrays of uint8, (num_blocks, page_nbytes), rows contiguous; all NumPy, or all on one GPU. Kept alive
+            by this object.
 
     Raises:
         ValueError: The arrays differ in shape, or their rows are not contiguous bytes.
     """
 
-    def __init__(self, pages: Sequence[np.ndarray]):
+    def __init__(self, pages: Sequence[Any]):
         if not pages:
             raise ValueError("a page table needs at least one layer")
         first = pages[0]
+        self.is_cuda = on_gpu(first)
+        strides = [tuple(array.stride() if self.is_cuda else array.strides) for array in pages]
         for layer, array in enumerate(pages):
-            if array.dtype != np.uint8 or array.ndim != 2 or array.strides[1] != 1 or array.shape != first.shape:
+            bytes_2d = str(array.dtype).endswith("uint8") and array.ndim == 2 and strides[layer][1] == 1
+            if not bytes_2d or array.shape != first.shape:
                 raise ValueError(
-                    f"layer {layer}: {array.dtype} {array.shape} with strides {array.strides}; "
-                    f"every layer must be uint8 {first.shape} with contiguous rows"
+                    f"layer {layer}: {array.dtype} {tuple(array.shape)} with strides {strides[layer]}; "
+                    f"every layer must be uint8 {tuple(first.shape)} with contiguous rows"
                 )
         self.pages = list(pages)
-        self.writable = all(array.flags.writeable for array in pages)
-        self.num_blocks, self.page_nbytes = first.shape
-        self.addresses = np.array([array.ctypes.data for array in pages], np.int64)
-        self.row_strides = np.array([array.strides[0] for array in pages], np.int64)
+        self.writable = self.is_cuda or all(array.flags.writeable for array in pages)
+        self.num_blocks, self.page_nbytes = map(int, first.shape)
+        places = [array.data_ptr() if self.is_cuda else array.ctypes.data for array in pages]
+        self.addresses = np.array(places, np.int64)
+        self.row_strides = np.array([rows for rows, _ in strides], np.int64)
 
 
 def gather_pages(pages: PageTable, blocks: np.ndarray, arena: np.ndarray, slots: np.ndarray, impl: str = "auto") -> int:
@@ -54,7 +63,7 @@ def gather_pages(pages: PageTable, blocks: np.ndarray, arena: np.ndarray, slots:
     _check(pages, blocks, arena, slots)
     if not arena.flags.writeable:
         raise ValueError("the arena is read-only")
-    return _choose(impl)(pages, blocks, arena, slots, True)
+    return _choose(impl, pages)(pages, blocks, arena, slots, True)
 
 
 def scatter_pages(
@@ -64,7 +73,7 @@ def scatter_pages(
     _check(pages, blocks, arena, slots)
     if not pages.writable:
         raise ValueError("the pages are read-only")
-    return _choose(impl)(pages, blocks, arena, slots, False)
+    return _choose(impl, pages)(pages, blocks, arena, slots, False)
 
 
 def _check(pages: PageTable, blocks: np.ndarray, arena: np.ndarray, slots: np.ndarray) -> None:
@@ -177,12 +186,14 @@ def _move_numba(pages: PageTable, blocks: np.ndarray, arena: np.ndarray, slots: 
     return moved
 
 
-def _choose(impl: str):
+def _choose(impl: str, pages: PageTable):
     if impl == "auto":
-        impl = "numba"
+        impl = "triton" if pages.is_cuda else "numba"
     if impl not in gather_pages.impls:
         raise ValueError(f"no implementation {impl!r}; there are {', '.join(sorted(gather_pages.impls))}")
     return gather_pages.impls[impl]
 
 
-gather_pages.impls = scatter_pages.impls = {"reference": _move_reference, "numba": _move_numba}
+gather_pages.impls = scatter_pages.impls = Implementations(
+    _move_reference, numba="kernels.pages:_move_numba", triton="kernels.pages_triton:move"
+)

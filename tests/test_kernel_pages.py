@@ -1,5 +1,6 @@
 """Every implementation of the page moves equals the reference, and touches nothing beside its target."""
 
+import interpreted  # noqa: F401 - before any kernel
 import numpy as np
 import pytest
 
@@ -165,6 +166,44 @@ def test_layers_that_are_no_page_table(layers):
 def test_an_unknown_implementation_lists_the_known():
     with pytest.raises(ValueError, match="numba, reference"):
         gather_pages(PageTable([np.zeros((4, 8), np.uint8)] * 2), impl="cuda", **GOOD)
+
+
+def test_chunks_pass_the_gpu_in_portions(monkeypatch):
+    """However many chunks move at once, the memory for them on the GPU is bounded."""
+    import kernels.pages_triton
+
+    monkeypatch.setattr(kernels.pages_triton, "_STAGING_NBYTES", 2 * 2 * 2 * 64)
+    rng = np.random.default_rng(0)
+    table = PageTable([rng.integers(0, 256, (10, 64), np.uint8) for _ in range(2)])
+    blocks, slots = rng.permutation(10).reshape(5, 2), rng.permutation(5)
+    arenas = [np.zeros((5, 2, 2, 64), np.uint8) for _ in range(2)]
+    for arena, impl in zip(arenas, ("reference", "triton"), strict=True):
+        assert gather_pages(table, blocks, arena, slots, impl=impl) == 20
+    np.testing.assert_array_equal(*arenas)
+
+
+@pytest.mark.gpu
+def test_pages_on_a_gpu():
+    """Pages lie on the GPU, the arena in locked memory of the host: the way that vLLM takes with CUDA."""
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    from kernels.pages_triton import pin
+
+    rng = np.random.default_rng(0)
+    layers = [rng.integers(0, 256, (12, 4096), np.uint8) for _ in range(3)]
+    on_gpu = PageTable([torch.from_numpy(layer).cuda() for layer in layers])
+    arena, expected = aligned(np.zeros((4, 3, 2, 4096), np.uint8)), np.zeros((4, 3, 2, 4096), np.uint8)
+    pin(arena)
+    blocks, slots = rng.permutation(12)[:6].reshape(3, 2), np.array([3, 0, 2])
+    gather_pages(on_gpu, blocks, arena, slots)
+    gather_pages(PageTable(layers), blocks, expected, slots, impl="reference")
+    np.testing.assert_array_equal(arena, expected)
+    empty = PageTable([torch.zeros(12, 4096, dtype=torch.uint8, device="cuda") for _ in range(3)])
+    scatter_pages(arena, slots, empty, blocks)
+    for layer, got in zip(layers, empty.pages, strict=True):
+        np.testing.assert_array_equal(got.cpu().numpy()[blocks], layer[blocks])
 
 
 @pytest.mark.parametrize("stream_nbytes", [0, 1 << 60])
