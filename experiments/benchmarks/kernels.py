@@ -70,6 +70,7 @@ class Pool:
             both = self.bits.reshape(layers, blocks, HEADS, block_size, 2 * SIZE)
             keys, values = both[..., :SIZE], both[..., SIZE:]
         self.tiles = (Tiles(keys), Tiles(values))
+        self.both = None if vec else Tiles(both)
         self.blocks = rng.permutation(blocks)[: self.blocks_per_chunk].astype(np.int64)[None]
         self.block_size = block_size
         self.chunk_nbytes = self.bits.nbytes // 4
@@ -112,7 +113,7 @@ def _works(pool: Pool) -> Iterator[tuple[str, Callable[[], object]]]:
     for name, keys, values in _schemes(pool):
         parts = [
             (tiles, scheme, allocate(tiles, scheme, 1, pool.blocks_per_chunk))
-            for tiles, scheme in zip(pool.tiles, (keys, values), strict=True)
+            for tiles, scheme in _passes(pool, keys, values)
         ]
         yield f"gather + {name}", lambda parts=parts: [quantize(t, pool.blocks, scheme=s, coded=c) for t, s, c in parts]
         yield (
@@ -126,6 +127,13 @@ def _works(pool: Pool) -> Iterator[tuple[str, Callable[[], object]]]:
     pairs = list(zip(pool.tiles, turned, strict=True))
     yield "gather + rotate", lambda: [rotate(t, pool.blocks, signs=signs, turned=out) for t, out in pairs]
     yield "rotate + scatter", lambda: [unrotate(t, pool.blocks, signs=signs, turned=out) for t, out in pairs]
+
+
+def _passes(pool: Pool, keys: Scheme, values: Scheme) -> list[tuple[Tiles, Scheme]]:
+    """As the codecs do: keys and values at once where they lie side by side and are treated alike."""
+    if pool.both is not None and keys == values:
+        return [(pool.both, keys)]
+    return list(zip(pool.tiles, (keys, values), strict=True))
 
 
 def _slot_works(pool: Pool) -> Iterator[tuple[str, Callable[[], object]]]:

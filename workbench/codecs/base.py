@@ -44,6 +44,16 @@ class KeysAndValues(NamedTuple):
     def num_tokens(self) -> int:
         return self.keys.shape[1] * self.keys.shape[3]
 
+    @property
+    def side_by_side(self) -> np.ndarray | None:
+        """Both as one view [layer, block, head, token, 2 x channel] where a token's value follows its key in memory."""
+        width = self.layout.head_size * self.keys.itemsize
+        beside = self.values.ctypes.data - self.keys.ctypes.data == width == self.keys.strides[3] // 2
+        if not beside or self.keys.strides != self.values.strides or self.keys.strides[4] != self.keys.itemsize:
+            return None
+        shape = (*self.keys.shape[:4], 2 * self.layout.head_size)
+        return np.lib.stride_tricks.as_strided(self.keys, shape, self.keys.strides)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Codec:
