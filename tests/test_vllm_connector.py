@@ -427,3 +427,51 @@ def test_quorum_waits_for_every_rank_and_one_fault_is_everybodys():
     assert quorum.complete([done(b"a", seconds=3.0)]) == [Done("store", "r", 0, b"a", 0, 20, 3.0, "")]
     assert [d.reason for d in quorum.complete([done(b"b", "ENOSPC")])] == ["ENOSPC"]
     assert list(itertools.chain(*quorum._seen.values())) == []
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+@pytest.mark.parametrize(("codec", "dtype"), [("lossless", "float32"), ("int8", "bfloat16")])
+def test_a_codec_in_the_path(codec, dtype, place, reference, tmp_path):
+    """Encoded on the way down, decoded on the way up; what is lossless leaves the answer as it was."""
+    shared = prompt(71, 256)
+    expected = reference([shared + prompt(74, 20)])[0]
+    cache = {"memory_codec": codec} if place == "memory" else {"memory_bytes": 0, "disk_path": str(tmp_path / "kv"),
+                                                               "codec": codec}  # fmt: skip
+    with running(cache, dtype=dtype) as engine:
+        engine.ask(shared + prompt(72, 20))
+        assert engine.data.flush()
+        engine.ask(prompt(73, 20))  # a step that brings the report of what was written
+        again = engine.ask(shared + prompt(74, 20))
+        assert again.cached == 256
+        tier = engine.control.tiers[0]
+        assert tier.name == place and tier.used_bytes < len(tier) * engine.control.layout.chunk_nbytes + 4096 * len(
+            tier
+        )
+        if codec == "lossless":
+            assert again.tokens == expected
+
+
+# ---------------------------------------------------------------- chunks that follow the text, and tails
+
+
+def test_chunks_that_end_with_a_turn_and_tails_give_the_same_tokens(reference):
+    """A conversation: each prompt is hit to the last whole block of the one before it."""
+    end = 250
+    turns = [[token if token != end else 249 for token in prompt(300 + n, 75)] + [end] for n in range(4)]
+    prompts = [[token for turn in turns[: n + 1] for token in turn] for n in range(4)]
+    expected = reference(prompts)
+    cache = {"memory_bytes": "64MB", "chunk_tokens": 128, "verify": True, "store_decoded": False}
+    with running({**cache, "boundary_tokens": [end], "min_chunk_tokens": BLOCK}) as engine:
+        answers = [engine.ask(p) for p in prompts]
+        assert [answer.tokens for answer in answers] == expected
+        assert [answer.cached for answer in answers] == [0, 64, 128, 224], "to the last whole block of each turn"
+        assert holds(engine) == 0 and engine.data.verified_loads > 0
+    with running({**cache, "store_partial": True}) as engine:
+        answers = [engine.ask(p) for p in prompts]
+        assert [answer.tokens for answer in answers] == expected
+        assert [answer.cached for answer in answers] == [0, 64, 128, 224]
+        again = engine.ask(prompts[0])
+        assert (again.cached, again.tokens) == (64, expected[0])
+        changed = [*prompts[0][:40], 5, *prompts[0][41:]]
+        assert engine.ask(changed).cached == 0, "a tail that differs is not served"
+        assert holds(engine) == 0

@@ -2,7 +2,7 @@
 
     Store   pages -> gather -> arena slot -> (queue) -> slower tiers
     Load    tier -> arena slot -> checked -> scatter -> pages
-    Write   arena slot -> staging slot -> (queue) -> slower tier
+    Write   arena slot -> (staging slot, if its slot is used anew) -> (queue) -> slower tier
     Erase   (queue, behind the writes)
 
 Gathers and scatters happen inside `run`, so no page is read or written after the caller took it back. Each slower tier
@@ -143,6 +143,10 @@ class DataPlane:
         if pages is self._pages:
             return
         self._pages = pages
+        if pages.is_cuda:
+            from kernels.pages_triton import pin
+
+            pin(self.arena.chunks)
         nothing = np.empty((0, self.layout.blocks_per_chunk), np.int64), np.empty(0, np.int64)
         gather_pages(pages, nothing[0], self.arena.chunks, nothing[1])  # compiles now, not within the first request
 
@@ -168,6 +172,11 @@ class DataPlane:
             batch.append(order)
         if batch:
             self._run_batch(batch)
+
+    @property
+    def has_report(self) -> bool:
+        """Whether `take_report` would give anything now."""
+        return bool(self._report)
 
     def take_report(self) -> list[Done]:
         """What has been done since the last call."""
@@ -214,7 +223,10 @@ class DataPlane:
                 self._run_loads(batch)
             case Write():
                 for order in batch:
-                    self._demote(order)
+                    if order.stays:
+                        self._write_down(order)
+                    else:
+                        self._demote(order)
             case Erase():
                 for order in batch:
                     self._enqueue(order.level, order)
@@ -247,9 +259,10 @@ class DataPlane:
         for order, slot in wanted:
             self.arena.contents[slot] = order.chunk
             if self.verify:
-                self._digests[order.chunk.key] = xxhash.xxh3_128_digest(self.arena.chunks[slot])
+                self._digests[order.chunk.key] = xxhash.xxh3_128_digest(self._payload(slot, order.chunk))
             if order.slot != STAGING:
-                self._done("store", order, 0, self.layout.chunk_nbytes, seconds, "")
+                moved = len(order.blocks) * self.layout.page_nbytes * self.layout.num_layers
+                self._done("store", order, 0, moved, seconds, "")
             self._write_through(order, slot)
 
     def _write_through(self, order: Store, slot: int) -> None:
@@ -266,6 +279,16 @@ class DataPlane:
 
     def _has_room(self, level: int) -> bool:
         return self._queued[level - self.first_level] < self._most_queued
+
+    def _write_down(self, order: Write) -> None:
+        """Queue a chunk of the arena for a tier below, if there is room in the queue."""
+        leaving = _Leaving(order.chunk.key, order.slot, order.level, "", 0)
+        if not self._has_room(order.level):
+            self._done("write", leaving, order.level, 0, 0.0, "queue full")
+            return
+        with self._lock:
+            self.arena.leaving[order.slot] += 1
+        self._enqueue(order.level, leaving)
 
     def _demote(self, order: Write) -> None:
         """Copy a chunk aside, because its slot is about to be used anew, and queue it for the tier below."""
@@ -291,7 +314,7 @@ class DataPlane:
             self.arena.contents[slot] = None
         slots = np.array([slot for _, slot in wanted], np.int64)
         try:
-            gather_pages(self._pages, np.array([o.blocks for o, _ in wanted], np.int64), self.arena.chunks, slots)
+            gather_pages(self._pages, self._rows([o.blocks for o, _ in wanted]), self.arena.chunks, slots)
         except ValueError:  # block ids that the pages do not have: every order is answered, or its slot is lost
             logger.exception("pages could not be gathered")
             return "raised ValueError"
@@ -333,11 +356,22 @@ class DataPlane:
 
     def _scatter(self, slots: Sequence[int], blocks: Sequence[tuple[int, ...]]) -> str:
         try:
-            scatter_pages(self.arena.chunks, np.array(slots, np.int64), self._pages, np.array(blocks, np.int64))
+            scatter_pages(self.arena.chunks, np.array(slots, np.int64), self._pages, self._rows(blocks))
         except ValueError:  # block ids that the pages do not have
             logger.exception("pages could not be scattered")
             return "raised ValueError"
         return ""
+
+    def _rows(self, blocks: Sequence[tuple[int, ...]]) -> np.ndarray:
+        """Block ids, one row a chunk; those of a chunk that is not full are followed by -1."""
+        width = self.layout.blocks_per_chunk
+        if any(len(own) < width for own in blocks):
+            blocks = [own + (-1,) * (width - len(own)) for own in blocks]
+        return np.array(blocks, np.int64)
+
+    def _payload(self, slot: int, chunk: Chunk) -> np.ndarray:
+        """A chunk's bytes in its slot, one row: of a full chunk the slot itself, else a copy of the blocks it fills."""
+        return self.arena.chunks[slot, :, : self.layout.blocks_of(chunk.num_tokens)].reshape(-1)
 
     def _fetch(self, orders: Sequence[Load], slots: Sequence[int]) -> list[str]:
         """Bring each chunk into its slot; "" or the reason why not."""
@@ -353,7 +387,11 @@ class DataPlane:
         tier = self.tiers[order.level - self.first_level]
         self.arena.contents[slot] = None
         try:
-            reason = tier.read(order.chunk, self.arena.chunks[slot].reshape(-1))
+            payload = self._payload(slot, order.chunk)
+            reason = tier.read(order.chunk, payload)
+            if not reason and payload.nbytes < self.layout.chunk_nbytes:
+                blocks = self.arena.chunks[slot, :, : self.layout.blocks_of(order.chunk.num_tokens)]
+                blocks[:] = payload.reshape(blocks.shape)
         except Exception as error:  # a tier breaks its promise: a miss, not an end of the request
             logger.exception("tier %s raised while reading", tier.name)
             reason = f"raised {type(error).__name__}"
@@ -374,8 +412,9 @@ class DataPlane:
         if expected is None or min(order.blocks) < 0:
             return ""
         copy = np.empty((1, *self.layout.chunk_shape), np.uint8)
-        gather_pages(self._pages, np.array([order.blocks], np.int64), copy, np.zeros(1, np.int64))
+        gather_pages(self._pages, self._rows([order.blocks]), copy, np.zeros(1, np.int64))
         self.verified_loads += 1
+        copy = np.ascontiguousarray(copy[:, :, : len(order.blocks)])
         return "" if xxhash.xxh3_128_digest(copy) == expected else "corrupt"
 
     def _load_failed(self, order: Load) -> None:
@@ -427,7 +466,7 @@ class DataPlane:
         elif self._abandoned:
             reason = "closed"
         else:
-            reason, nbytes = self._write_to(tier, chunk, self.arena.chunks[work.slot].reshape(-1))
+            reason, nbytes = self._write_to(tier, chunk, self._payload(work.slot, chunk))
         self._done("write", work, work.level, nbytes, time.perf_counter() - start, reason)
 
     def _write_to(self, tier: Tier, chunk: Chunk, payload: np.ndarray) -> tuple[str, int]:

@@ -15,8 +15,12 @@ Loads are finished before the forward pass begins and stores before vLLM takes t
 after it was freed. A step in which a load failed stores nothing: its forward pass ran on blocks without valid KV.
 """
 
+import functools
 import os
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +32,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.logger import init_logger
 
-from workbench.chunks import ChunkChain
+from workbench.chunks import Boundaries, ChunkChain
 from workbench.config import CacheConfig
 from workbench.connectors.vllm_identity import identity_of, scope_of
 from workbench.connectors.vllm_metrics import TransferMetrics, TransferStats
-from workbench.engine import EventFile, build_control, build_data, build_tiers, encoded_identity
+from workbench.engine import EventFile, build_control, build_data, build_tiers, encoded_identity, survey_tiers
 from workbench.errors import EngineRunningError
 from workbench.events import Recorder
 from workbench.orders import Done, Order
@@ -82,27 +86,47 @@ class Quorum:
 
     Args:
         ranks: Workers that hold a part of each chunk.
+        seconds: What a rank has not reported after so long it never will; the control plane gave it up, too.
+        clock: Seconds, monotonic.
     """
 
-    def __init__(self, ranks: int):
-        self._ranks = ranks
+    def __init__(self, ranks: int, seconds: float = 60.0, clock: Callable[[], float] = time.monotonic):
+        self._ranks, self._seconds, self._clock = ranks, seconds, clock
         self._seen: dict[tuple, list[Done]] = {}
+        self._since: dict[tuple, float] = {}  # oldest first
 
     def complete(self, report: list[Done]) -> list[Done]:
         """Outcomes that are complete with this report, in order."""
         if self._ranks == 1:
             return report
-        whole = []
+        whole, now = [], self._clock()
+        while self._since and now - next(iter(self._since.values())) > self._seconds:
+            self._forget(next(iter(self._since)))
         for done in report:
             name = (done.kind, done.request, done.attempt, done.key, done.level)
+            self._since.setdefault(name, now)
             parts = self._seen.setdefault(name, [])
             parts.append(done)
             if len(parts) == self._ranks:
-                del self._seen[name]
+                self._forget(name)
                 reason = next((part.reason for part in parts if part.reason not in ("", "dedup")), parts[0].reason)
                 slowest = max(part.seconds for part in parts)
                 whole.append(done._replace(reason=reason, seconds=slowest, nbytes=sum(p.nbytes for p in parts)))
         return whole
+
+    def _forget(self, name: tuple) -> None:
+        del self._seen[name], self._since[name]
+
+
+def _one_at_a_time(method):
+    """One of vLLM's calls, or one piece of a survey, at a time."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class _Scheduler:
@@ -115,15 +139,29 @@ class _Scheduler:
         self.tiers = build_tiers(self.identity, config)  # to find what they hold; the bytes are the workers' business
         self.control = build_control(self.identity, config, self.tiers, record=Recorder(sink=self.sink))
         self.orders = StepOrders()
-        self._quorum = Quorum(vllm_config.parallel_config.world_size)
-        self._block_size = self.identity.layout.block_size
+        self._quorum = Quorum(vllm_config.parallel_config.world_size, config.deadline_seconds)
+        layout = self.identity.layout
+        self._block_size = layout.block_size
+        self._boundaries = Boundaries.of(layout, config.boundary_tokens, config.min_chunk_tokens)
         self._chains: dict[str, ChunkChain] = {}
         self._requests: dict[str, Any] = {}
         self._blocks: dict[str, list[int]] = {}
         self._matched: dict[str, tuple[int, int]] = {}  # request -> (tokens vLLM has, tokens to load)
-        for level, tier in enumerate(self.tiers, len(self.control.tiers) - len(self.tiers)):
-            self.orders.stores += self.control.adopt(level, tier.scan())
+        self._lock = threading.Lock()
+        ranks = vllm_config.parallel_config.world_size  # each has a folder of its own, which is not looked into here
+        self._surveys = [] if ranks > 1 else survey_tiers(
+            self.tiers, self.control, config, in_turn=self._locked, carry_out=self._later
+        )  # fmt: skip
 
+    def _locked(self, call: Callable[[], Any]) -> Any:
+        """Surveys take note in a thread of their own, in between vLLM's calls."""
+        with self._lock:
+            return call()
+
+    def _later(self, orders: Sequence[Order]) -> None:
+        self.orders.stores += orders
+
+    @_one_at_a_time
     def matched_tokens(self, request: Any, local_tokens: int) -> int:
         """Tokens to load after the local ones: whole blocks, and at least one token is left to compute."""
         chain = self._chain(request)
@@ -134,6 +172,7 @@ class _Scheduler:
         self._matched[request.request_id] = (local_tokens, found)
         return found
 
+    @_one_at_a_time
     def allocated(self, request: Any, block_ids: list[int], reuse_tokens: int) -> None:
         """vLLM admitted the request with blocks for what it will load and compute."""
         name = request.request_id
@@ -147,6 +186,7 @@ class _Scheduler:
         if reuse_tokens:
             self.orders.loads += self.control.plan_loads(name, local, local + reuse_tokens, block_ids)
 
+    @_one_at_a_time
     def step(self, scheduled: Any) -> StepOrders:
         """Orders of this step: loads of the requests just admitted, stores of every chunk that fills up in it."""
         for new in scheduled.scheduled_new_reqs:
@@ -171,12 +211,18 @@ class _Scheduler:
         stop = min(computed_tokens + scheduled.num_scheduled_tokens[name], known)
         self._chain(request)
         self.orders.stores += self.control.plan_stores(name, stop, self._blocks[name])
+        prompt = request.num_prompt_tokens
+        if self.config.store_partial and computed_tokens < prompt <= stop:
+            whole_blocks = prompt // self._block_size * self._block_size
+            self.orders.stores += self.control.plan_stores(name, whole_blocks, self._blocks[name], tail=True)
 
+    @_one_at_a_time
     def reported(self, report: list[Done]) -> None:
         self.control.apply(self._quorum.complete(report))
         if self.sink is not None:
             self.sink.flush()
 
+    @_one_at_a_time
     def finished(self, request: Any) -> None:
         name = request.request_id
         self.control.finish(name)
@@ -186,6 +232,7 @@ class _Scheduler:
         if self.sink is not None:
             self.sink.flush()
 
+    @_one_at_a_time
     def reset(self) -> None:
         self.orders.stores += self.control.clear()
 
@@ -195,13 +242,16 @@ class _Scheduler:
         if chain is None:
             if (scope := scope_of(request)) is None:
                 return None
-            chain = ChunkChain(scope.root(self.identity), self.identity.layout.chunk_tokens, scope)
+            root, chunk_tokens = scope.root(self.identity), self.identity.layout.chunk_tokens
+            chain = ChunkChain(root, chunk_tokens, scope, self._boundaries)
             self._chains[request.request_id] = chain
         if chain.num_tokens < request.num_tokens:
             chain.extend(request.all_token_ids[chain.num_tokens :])
         return chain
 
     def close(self) -> None:
+        for survey in self._surveys:
+            survey.close()
         for tier in self.tiers:
             tier.close()
         if self.sink is not None:
@@ -276,7 +326,7 @@ def rank_config(config: CacheConfig, vllm_config: Any) -> CacheConfig:
 
 
 def _bytes_of(tensor: Any):
-    """A layer's pages as uint8 (num_blocks, page_nbytes), sharing memory."""
+    """A layer's pages as uint8 (num_blocks, page_nbytes), sharing memory: NumPy on a CPU, else where they are."""
     import torch
 
     pages = tensor.flatten(1) if tensor.dim() > 2 else tensor
@@ -284,7 +334,8 @@ def _bytes_of(tensor: Any):
         raise NotImplementedError(
             f"KV pages of shape {tuple(tensor.shape)}, stride {tensor.stride()} are not contiguous"
         )
-    return pages.view(torch.uint8).numpy()
+    pages = pages.view(torch.uint8)
+    return pages.numpy() if pages.device.type == "cpu" else pages
 
 
 class WorkbenchConnector(KVConnectorBase_V1):
