@@ -2,7 +2,7 @@
 
     text -> prefill of a prefix -> its KV in pages, chunk by chunk -> encode -> decode -> the next tokens scored on it
 
-    python -m experiments.quality [--codecs int8 "ecsq(step=0.3)"] [--model smollm2] [--out quality.json]
+    kvworkbench codecs measure int8 "ecsq(step=0.3)" --out codecs.json
 
 Compared with the same tokens scored on the uncompressed bfloat16 prefix: KL divergence of the next-token
 distributions (the figure to trust), change in negative log-likelihood with a 95 % interval, agreement of the top
@@ -10,14 +10,11 @@ token, where greedy continuations part, and recall of a needle. Sizes are the by
 seconds are CPU time of one thread. The model computes in float32, so that nothing but the codec rounds.
 """
 
-import argparse
 import functools
-import json
 import math
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,7 +22,7 @@ import numpy as np
 from experiments.models import resolve_model
 from kernels.floats import decode16, encode16
 from kernels.threads import thread_limit
-from workbench.codecs import Codec, codec_names, resolve_codec
+from workbench.codecs import Codec, resolve_codec
 from workbench.layout import KVLayout
 
 __all__ = [
@@ -36,23 +33,8 @@ __all__ = [
     "layout_of_prefix",
     "measure_quality",
     "pass_through",
-    "plot_quality",
-    "quality_data",
     "sample_texts",
     "spread",
-]
-
-DEFAULT_CODECS = [
-    *(name for name in codec_names() if name != "raw"),
-    "int8(keys='token')",
-    "int4(group=32)",
-    "kivi(bits=2)",
-    "rotated(bits=3)",
-    "turboquant(bits=3)",
-    "ecsq(step=0.25)",
-    "ecsq(step=0.5, rope_theta=100000.0)",
-    "ecsq(step=0.6)",
-    "cachegen(key_bins=(64, 32, 32), value_bins=(64, 32, 32))",
 ]
 
 
@@ -65,7 +47,9 @@ class CodecQuality:
         size_fraction: Stored bytes over bfloat16 bytes; its inverse is the compression.
         key_error, value_error: Relative L2 error.
         kl: Mean KL divergence from the uncompressed prefix's next-token distribution, nats.
-        kl_by_position: The same in quarters of the scored tokens.
+        kl_interval: Half its 95 % interval, from means of 32 tokens in a row.
+        kl_by_position: KL in quarters of the scored tokens.
+        kl_by_text: KL of each text.
         nll_change, nll_interval: Change in negative log-likelihood, nats a token, and half its 95 % interval.
         top1_agreement: Share of scored tokens at which both have the same most likely next token.
         greedy_tokens: Mean tokens until greedy continuations part; the length asked for if they never do.
@@ -81,7 +65,9 @@ class CodecQuality:
     key_error: float
     value_error: float
     kl: float
+    kl_interval: float
     kl_by_position: list[float]
+    kl_by_text: dict[str, float]
     nll_change: float
     nll_interval: float
     top1_agreement: float
@@ -123,6 +109,13 @@ class StudyModel:
         self.source = resolve_model(spec)
         self.tokenizer = AutoTokenizer.from_pretrained(self.source.path)
         self.model = AutoModelForCausalLM.from_pretrained(self.source.path, dtype=torch.float32).eval()
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of the model's rotary embedding."""
+        config = self.model.config
+        settings = getattr(config, "rope_parameters", None) or {}
+        return float(settings.get("rope_theta") or getattr(config, "rope_theta", 0.0))
 
     def prefix(self, tokens: Sequence[int], num_tokens: int) -> Prefix:
         """Prefill the first `num_tokens`; its KV is rounded to bfloat16, as a serving engine would hold it."""
@@ -220,13 +213,14 @@ def _in_blocks(part: np.ndarray, layout: KVLayout) -> np.ndarray:
 
 def measure_quality(
     model: StudyModel,
-    codecs: Iterable[Codec | str] = DEFAULT_CODECS,
+    codecs: Iterable[Codec | str],
     *,
     texts: dict[str, str] | None = None,
     prefix_tokens: int = 1024,
     scored_tokens: int = 256,
     greedy_tokens: int = 0,
     needles: int = 0,
+    watch: Callable[[str, int, int], None] | None = None,
 ) -> list[CodecQuality]:
     """Measure codecs on a model.
 
@@ -235,25 +229,31 @@ def measure_quality(
         prefix_tokens: Stored through the codec; whole chunks of 256.
         greedy_tokens: Length of greedy continuations to compare; 0 leaves them out.
         needles: Needles to hide in as many prefixes; 0 leaves them out.
+        watch: Called with (what, done, total) before each step.
     """
     texts = sample_texts() if texts is None else texts
-    prefixes = []
-    for text in texts.values():
-        tokens = model.tokenizer(text)["input_ids"][: prefix_tokens + scored_tokens]
-        prefixes.append(model.prefix(tokens, prefix_tokens))
-    layout = layout_of_prefix(prefixes[0])
     chosen = {codec: _Tally(codec) for codec in map(resolve_codec, codecs)}
-    for prefix in prefixes:
+    watch, steps, done = watch or _nothing, len(texts) * (len(chosen) + 1), 0
+    for name, text in texts.items():
+        watch(f"{name}: the uncompressed prefix", done, steps)
+        prefix = model.prefix(model.tokenizer(text)["input_ids"][: prefix_tokens + scored_tokens], prefix_tokens)
+        layout = layout_of_prefix(prefix)
         want = model.continuation(prefix, prefix.keys, prefix.values)
         whole = model.greedy(prefix, prefix.keys, prefix.values, greedy_tokens) if greedy_tokens else []
-        for codec, tally in chosen.items():
+        for number, (codec, tally) in enumerate(chosen.items(), 1):
+            watch(f"{name}: {codec!r}", done + number, steps)
             passage = pass_through(codec, prefix, layout)
-            tally.add(prefix, passage, want, model.continuation(prefix, passage.keys, passage.values))
+            tally.add(name, prefix, passage, (want, model.continuation(prefix, passage.keys, passage.values)))
             if greedy_tokens:
                 tally.greedy.append(_shared(whole, model.greedy(prefix, passage.keys, passage.values, greedy_tokens)))
+        done += len(chosen) + 1
     if needles:
         _recall_needles(model, list(chosen.values()), layout, needles)
     return [tally.result() for tally in chosen.values()]
+
+
+def _nothing(what: str, done: int, total: int) -> None:
+    """Nobody watches."""
 
 
 def layout_of_prefix(prefix: Prefix) -> KVLayout:
@@ -274,7 +274,7 @@ class _Tally:
 
     def __init__(self, codec: Codec):
         self.codec = codec
-        self.kl: list[np.ndarray] = []
+        self.kl: dict[str, np.ndarray] = {}
         self.nll: list[np.ndarray] = []
         self.agreement: list[np.ndarray] = []
         self.errors: list[np.ndarray] = []  # (key or value, error or whole, layer), sums of squares
@@ -283,9 +283,11 @@ class _Tally:
         self.stored = self.source = 0
         self.encode = self.decode = 0.0
 
-    def add(self, prefix: Prefix, passage: _Passage, want: np.ndarray, got: np.ndarray) -> None:
+    def add(self, text: str, prefix: Prefix, passage: _Passage, outputs: tuple[np.ndarray, np.ndarray]) -> None:
+        """Outputs are the log-probabilities after the uncompressed prefix and after the passage."""
+        want, got = outputs
         target = np.array(prefix.tokens[prefix.num_tokens + 1 :])[:, None]
-        self.kl.append((np.exp(want.astype(np.float64)) * (want.astype(np.float64) - got)).sum(-1))
+        self.kl[text] = (np.exp(want.astype(np.float64)) * (want.astype(np.float64) - got)).sum(-1)
         gained = np.take_along_axis(want, target, 1) - np.take_along_axis(got, target, 1)
         self.nll.append(gained[:, 0])
         self.agreement.append(want.argmax(-1) == got.argmax(-1))
@@ -298,7 +300,7 @@ class _Tally:
         self.decode += passage.decode_seconds
 
     def result(self) -> CodecQuality:
-        nll, kl, sums = np.concatenate(self.nll), np.stack(self.kl), sum(self.errors)
+        nll, kl, sums = np.concatenate(self.nll), np.stack(list(self.kl.values())), sum(self.errors)
         by_layer = np.sqrt(sums[:, 0] / sums[:, 1])
         key_error, value_error = np.sqrt(sums.sum(-1)[:, 0] / sums.sum(-1)[:, 1])
         return CodecQuality(
@@ -308,7 +310,9 @@ class _Tally:
             key_error=float(key_error),
             value_error=float(value_error),
             kl=float(kl.mean()),
+            kl_interval=_interval(kl),
             kl_by_position=[float(part.mean()) for part in np.array_split(kl, 4, axis=1)],
+            kl_by_text={text: float(part.mean()) for text, part in self.kl.items()},
             nll_change=float(nll.mean()),
             nll_interval=float(1.96 * nll.std(ddof=1) / math.sqrt(len(nll))),
             top1_agreement=float(np.concatenate(self.agreement).mean()),
@@ -320,6 +324,12 @@ class _Tally:
             key_error_by_layer=by_layer[0].tolist(),
             value_error_by_layer=by_layer[1].tolist(),
         )
+
+
+def _interval(kl: np.ndarray, span: int = 32) -> float:
+    """Half a 95 % interval of the mean of (texts, tokens): neighbouring tokens are not independent, spans nearly."""
+    spans = np.concatenate([[part.mean() for part in np.split(row, range(span, len(row), span))] for row in kl])
+    return float(1.96 * spans.std(ddof=1) / math.sqrt(len(spans))) if len(spans) > 1 else math.nan
 
 
 def _shared(one: list[int], other: list[int]) -> int:
@@ -378,76 +388,10 @@ def sample_texts() -> dict[str, str]:
     import typing
     from pydoc_data.topics import topics
 
-    prose = [topics[name] for name in sorted(topics)]
-    whole = "\n\n".join(prose)
-    third = len(whole) // 3
-    texts = {f"reference {i + 1}": whole[i * third : i * third + 20000] for i in range(3)}
-    texts["argparse.py"] = inspect.getsource(arguments)[4000:24000]
-    texts["typing.py"] = inspect.getsource(typing)[4000:24000]
-    return texts
-
-
-def quality_data(rows: Sequence[CodecQuality]) -> dict[str, list]:
-    """Columns of the Pareto plot; `best` marks codecs that no other beats in both bits and KL."""
-    best = [not any(b.bits_per_value <= a.bits_per_value and b.kl < a.kl for b in rows if b is not a) for a in rows]
-    return {
-        "codec": [row.codec for row in rows],
-        "bits": [row.bits_per_value for row in rows],
-        "kl": [max(row.kl, 1e-7) for row in rows],
-        "decode_gb_per_second": [row.source_nbytes / row.decode_seconds / 1e9 for row in rows],
-        "best": best,
-    }
-
-
-def plot_quality(rows: Sequence[CodecQuality]):
-    """Bits against KL, both axes so that down and left is better; colour is decoding speed."""
-    import plotly.graph_objects as go
-
-    data = quality_data(rows)
-    figure = go.Figure(
-        go.Scatter(
-            x=data["bits"],
-            y=data["kl"],
-            text=data["codec"],
-            mode="markers+text",
-            textposition="top center",
-            marker={
-                "color": np.log10(data["decode_gb_per_second"]),
-                "symbol": ["circle" if best else "circle-open" for best in data["best"]],
-                "size": 11,
-                "colorbar": {"title": "decode, log10 GB/s a core"},
-            },
-        )
-    )
-    figure.update_yaxes(type="log", title="KL divergence from the uncompressed prefix, nats a token")
-    figure.update_xaxes(title="stored bits per value (bfloat16: 16)")
-    return figure
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--codecs", nargs="+", default=DEFAULT_CODECS)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--texts", type=int, default=5, help="how many of the texts")
-    parser.add_argument("--greedy", type=int, default=0, help="tokens of greedy continuations")
-    parser.add_argument("--needles", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="where the rows go, as JSON")
-    options = parser.parse_args()
-    texts = dict(list(sample_texts().items())[: options.texts])
-    model = StudyModel(options.model)
-    rows = measure_quality(model, options.codecs, texts=texts, greedy_tokens=options.greedy, needles=options.needles)
-    print(f"{'codec':48s} bits   times  key err val err  KL       dNLL              top-1  decode GB/s")
-    for row in rows:
-        print(
-            f"{row.codec:48s} {row.bits_per_value:6.3f} {1 / row.size_fraction:5.2f}  {row.key_error:.4f}  "
-            f"{row.value_error:.4f}  {row.kl:.2e} {row.nll_change:+.4f} ± {row.nll_interval:.4f} "
-            f"{row.top1_agreement:.3f}  {row.source_nbytes / row.decode_seconds / 1e9:6.2f}"
-            + ("" if row.greedy_tokens is None else f"  greedy {row.greedy_tokens:.0f}")
-            + ("" if row.needle_recall is None else f"  needles {row.needle_recall:.2f}")
-        )
-    if options.out:
-        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    prose = "\n\n".join(topics[name] for name in sorted(topics))
+    third, length = len(prose) // 3, 20000
+    sources = {f"reference {part + 1}": prose[part * third :] for part in range(3)}
+    sources["argparse.py"] = inspect.getsource(arguments)[4000:]
+    sources["typing.py"] = inspect.getsource(typing)[4000:]
+    order = ("reference 1", "argparse.py", "reference 2", "typing.py", "reference 3")  # any first few are of both kinds
+    return {name: sources[name][:length] for name in order}

@@ -2,6 +2,7 @@
 
     count_symbols(symbols, choice, counts=out)                        counts[choice[s, r], symbol] += 1
     choose_tables(symbols, costs) -> choice                           the cheapest table for each row
+    table_totals(symbols, costs) -> totals                            bits of each row with each table
     encode(symbols, choice, frequencies=..., words=out) -> counts     words[s, :counts[s]] = stream s
     decode(symbols, choice, frequencies=..., words=..., counts=...)   symbols <- words
 
@@ -9,6 +10,7 @@ symbols      (streams, rows, columns) uint8
 choice       (streams, rows) unsigned: the table of each row
 frequencies  (tables, 256) uint16; each row sums to 4096; a symbol that occurs has a frequency from 1 to 4095
 costs        (tables, 256) float32, bits of each symbol: `table_costs`
+totals       (streams, rows, tables) float32
 words        (streams, capacity) uint16; `capacity_words` of a stream's symbols always suffices
 counts       (streams,) int64: words of each stream
 
@@ -41,6 +43,7 @@ __all__ = [
     "encode",
     "normalize",
     "table_costs",
+    "table_totals",
 ]
 
 LANES = 32
@@ -110,10 +113,15 @@ def _check_choice(symbols: np.ndarray, costs: np.ndarray) -> None:
         raise ValueError(f"costs are {costs.dtype} {costs.shape}; they must be float32 (1 to 256, 256)")
 
 
-def _choose_tables_reference(symbols: np.ndarray, costs: np.ndarray) -> np.ndarray:
+def _table_totals_reference(symbols: np.ndarray, costs: np.ndarray) -> np.ndarray:
     rows = symbols.reshape(-1, symbols.shape[2])
     counts = np.stack([np.bincount(row, minlength=256) for row in rows]) if len(rows) else np.zeros((0, 256))
-    return (counts @ costs.T.astype(np.float64)).argmin(1).astype(np.uint8).reshape(symbols.shape[:2])
+    totals = counts @ costs.T.astype(np.float64)
+    return totals.astype(np.float32).reshape(*symbols.shape[:2], len(costs))
+
+
+def _choose_tables_reference(symbols: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    return _table_totals_reference(symbols, costs).argmin(2).astype(np.uint8)
 
 
 def _check(symbols: np.ndarray, choice: np.ndarray, *, frequencies: np.ndarray, words: np.ndarray, counts=None) -> None:
@@ -193,5 +201,6 @@ def _decode_reference(
 
 count_symbols = dispatch(_count_symbols_reference, check=_check_counts, numba="kernels.entropy_numba:count_symbols")
 choose_tables = dispatch(_choose_tables_reference, check=_check_choice, numba="kernels.entropy_numba:choose_tables")
+table_totals = dispatch(_table_totals_reference, check=_check_choice, numba="kernels.entropy_numba:table_totals")
 encode = dispatch(_encode_reference, check=_check, numba="kernels.entropy_numba:encode")
 decode = dispatch(_decode_reference, check=_check, numba="kernels.entropy_numba:decode")

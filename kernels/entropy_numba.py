@@ -13,7 +13,7 @@ from kernels.entropy import LANES, SCALE, SCALE_BITS
 from kernels.lanes_numba import Lanes, step
 from kernels.threads import run_units
 
-__all__ = ["choose_tables", "count_symbols", "decode", "encode"]
+__all__ = ["choose_tables", "count_symbols", "decode", "encode", "table_totals"]
 
 _I1, _I8, _I16, _I32, _I64, _F32 = (*(ir.IntType(n) for n in (1, 8, 16, 32, 64)), ir.FloatType())
 _LOWEST_STATE = 1 << 16
@@ -52,24 +52,43 @@ def choose_tables(symbols: np.ndarray, costs: np.ndarray) -> np.ndarray:
     return choice
 
 
+def table_totals(symbols: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    totals = np.zeros((*symbols.shape[:2], len(costs)), np.float32)
+    flat = symbols.reshape(-1, symbols.shape[2])
+    run_units(_totals, len(flat), symbols.nbytes, flat, np.ascontiguousarray(costs.T), totals.reshape(len(flat), -1))
+    return totals
+
+
 @njit(nogil=True, cache=True)
 def _choose(first, last, rows, costs, choice):
-    """costs (256, tables): the tables are the inner loop, so that it becomes vectors."""
-    tables = costs.shape[1]
-    total = np.empty(tables, np.float32)
-    # Four counts a symbol: equal neighbours do not wait for each other's store.
+    counts, total = np.empty((256, 4), np.int32), np.empty(costs.shape[1], np.float32)
+    for row in range(first, last):
+        _add_up(rows[row], costs, counts, total)
+        choice[row] = np.argmin(total)
+
+
+@njit(nogil=True, cache=True)
+def _totals(first, last, rows, costs, totals):
     counts = np.empty((256, 4), np.int32)
     for row in range(first, last):
-        counts[:] = 0
-        for i in range(rows.shape[1]):
-            counts[rows[row, i], i % 4] += 1
-        total[:] = 0
-        for symbol in range(256):
-            count = np.float32(counts[symbol, 0] + counts[symbol, 1] + counts[symbol, 2] + counts[symbol, 3])
-            if count > 0:
-                for t in range(tables):
-                    total[t] += count * costs[symbol, t]
-        choice[row] = np.argmin(total)
+        _add_up(rows[row], costs, counts, totals[row])
+
+
+@njit(nogil=True, cache=True)
+def _add_up(row, costs, counts, total):
+    """total <- bits of a row; costs are (256, tables): the tables are the inner loop, so that it becomes vectors.
+
+    Four counts a symbol: equal neighbours do not wait for each other's store.
+    """
+    counts[:] = 0
+    for i in range(len(row)):
+        counts[row[i], i % 4] += 1
+    total[:] = 0
+    for symbol in range(256):
+        count = np.float32(counts[symbol, 0] + counts[symbol, 1] + counts[symbol, 2] + counts[symbol, 3])
+        if count > 0:
+            for t in range(len(total)):
+                total[t] += count * costs[symbol, t]
 
 
 def encode(symbols: np.ndarray, choice: np.ndarray, *, frequencies: np.ndarray, words: np.ndarray) -> np.ndarray:
@@ -90,8 +109,10 @@ def decode(
     if not symbols.flags.c_contiguous:
         raise ValueError("symbols must be contiguous")
     entries = np.empty((len(frequencies), SCALE), np.uint32)
-    _fill_entries(frequencies, entries)
     choice = choice.astype(np.uint16)
+    used = np.zeros(len(frequencies), np.bool_)
+    used[choice] = True
+    _fill_entries(frequencies, used, entries)
     good = np.zeros(len(symbols), np.bool_)
     run_units(
         _decode_streams,
@@ -109,9 +130,9 @@ def decode(
 
 
 @njit(nogil=True, cache=True)
-def _fill_entries(frequencies, entries):
-    """Entry of a slot: symbol | frequency << 8 | (slot - start) << 20."""
-    for table in range(len(frequencies)):
+def _fill_entries(frequencies, used, entries):
+    """Entry of a slot: symbol | frequency << 8 | (slot - start) << 20; of the tables in use only."""
+    for table in np.flatnonzero(used):
         slot = 0
         for symbol in range(256):
             for i in range(frequencies[table, symbol]):

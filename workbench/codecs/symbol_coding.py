@@ -9,11 +9,30 @@ import math
 
 import numpy as np
 
-from kernels.entropy import LANES, SCALE, capacity_words, choose_tables, decode, encode, normalize, table_costs
+from kernels.entropy import (
+    LANES,
+    SCALE,
+    capacity_words,
+    choose_tables,
+    decode,
+    encode,
+    normalize,
+    table_costs,
+    table_totals,
+)
 from workbench.codecs.base import CorruptDataError
 from workbench.codecs.payload import PayloadReader, PayloadWriter, sections_nbytes
 
-__all__ = ["coded_nbytes", "read_streams", "read_symbols", "write_streams", "write_symbols"]
+__all__ = [
+    "classed_nbytes",
+    "coded_nbytes",
+    "read_classed",
+    "read_streams",
+    "read_symbols",
+    "write_classed",
+    "write_streams",
+    "write_symbols",
+]
 
 _WIDTHS = tuple(2.0 ** (k / 4) for k in range(-12, 26))  # standard deviations, in steps
 _SHAPES = (2.0, 1.4, 1.0)  # exponents: a Gaussian, one between, and a Laplacian
@@ -59,6 +78,71 @@ def read_symbols(symbols: np.ndarray, reader: PayloadReader) -> None:
     if choice.size and choice.max() >= len(frequencies):
         raise CorruptDataError(f"table {choice.max()} of {len(frequencies)}")
     read_streams(symbols, choice, frequencies, reader)
+
+
+def classed_nbytes(shape: tuple[int, int, int, int]) -> int:
+    """Bytes of symbols (streams, rows, classes, columns) at most."""
+    streams, rows, classes, columns = shape
+    words = streams * capacity_words(rows * classes * columns * 12 // 16)
+    return sections_nbytes(((streams, rows), 1), ((streams, classes), 1), ((streams,), 4), ((words,), 2))
+
+
+def write_classed(symbols: np.ndarray, writer: PayloadWriter) -> None:
+    """Append (streams, rows, classes, columns) symbols: a table a row, so many widths to the side for each class.
+
+    What is louder or quieter in a class is so in every row of a stream, so that a table a row and class, which four
+    classes would make four times as dear, is said by one shift a stream and class.
+    """
+    streams, rows, classes, columns = symbols.shape
+    (frequencies, costs), moves = _tables(), _moves()
+    choice, shifts = np.zeros((streams, rows), np.uint8), np.zeros((streams, classes), np.int8)
+    for stream in range(streams):  # one at a time: the totals of all are larger than the chunk
+        totals = table_totals(symbols[stream], costs)  # (rows, classes, tables)
+        power = _SQUARES[symbols[stream]].mean((0, 2)) + 1e-2
+        places = np.rint(2 * np.log2(power / power.mean())).astype(int) - _SHIFTS[0]
+        for _ in range(2):
+            moved = [totals[:, c, moves[place]] for c, place in enumerate(np.clip(places, 0, len(moves) - 1))]
+            choice[stream] = np.sum(moved, axis=0).argmin(1)
+            every = [np.take_along_axis(totals[:, c], moves[:, choice[stream]].T, 1) for c in range(classes)]
+            places = np.sum(every, axis=1).argmin(1)
+        shifts[stream] = _SHIFTS[places]
+    writer.append(choice)
+    writer.append(shifts)
+    flat = symbols.reshape(streams, rows * classes, columns)
+    write_streams(flat, _table_of_class(choice, shifts), frequencies, writer)
+
+
+def read_classed(symbols: np.ndarray, reader: PayloadReader) -> None:
+    """Fill (streams, rows, classes, columns) symbols from what `write_classed` appended."""
+    streams, rows, classes, columns = symbols.shape
+    frequencies, _ = _tables()
+    choice = reader.section((streams, rows), np.uint8)
+    shifts = reader.section((streams, classes), np.int8)
+    if choice.size and choice.max() >= len(frequencies):
+        raise CorruptDataError(f"table {choice.max()} of {len(frequencies)}")
+    if shifts.size and not _SHIFTS[0] <= shifts.min() <= shifts.max() <= _SHIFTS[-1]:
+        raise CorruptDataError(f"shifts from {shifts.min()} to {shifts.max()}")
+    flat = symbols.reshape(streams, rows * classes, columns)
+    read_streams(flat, _table_of_class(choice, shifts), frequencies, reader)
+
+
+_SHIFTS = np.arange(-16, 13)
+_SQUARES = np.square(np.arange(256, dtype=np.float32) - 128)
+
+
+@functools.cache
+def _moves() -> np.ndarray:
+    """(shifts, tables): the table so many widths wider, of the same shape; the last, which is uniform, stays."""
+    tables = np.arange(len(_SHAPES) * len(_WIDTHS))
+    width = np.clip(tables % len(_WIDTHS) + _SHIFTS[:, None], 0, len(_WIDTHS) - 1)
+    moved = tables // len(_WIDTHS) * len(_WIDTHS) + width
+    return np.append(moved, np.full((len(_SHIFTS), 1), len(tables)), axis=1)
+
+
+def _table_of_class(choice: np.ndarray, shifts: np.ndarray) -> np.ndarray:
+    """(streams, rows * classes) tables."""
+    tables = _moves()[shifts[:, None] - _SHIFTS[0], choice[:, :, None]]
+    return tables.astype(np.uint8).reshape(len(choice), -1)
 
 
 def write_streams(symbols: np.ndarray, choice: np.ndarray, frequencies: np.ndarray, writer: PayloadWriter) -> None:

@@ -1,0 +1,93 @@
+"""Codecs: which there are, what they cost in quality and time, and what was published about them."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from experiments.cli._app import AsJson, Bar, app, console, print_rows
+
+codecs = typer.Typer(no_args_is_help=True, help="Codecs: list them, measure them, compare with published claims.")
+app.add_typer(codecs, name="codecs")
+
+Table = Annotated[Path | None, typer.Option("--from", help="A table that `measure --out` wrote; the example one.")]
+
+
+@codecs.command("list")
+def list_codecs(as_json: AsJson = False) -> None:
+    """Every codec, with what it is in a sentence, the most bits that a value can take, and its tolerance.
+
+    Example: `kvworkbench codecs list`
+    """
+    from inspect import getmodule
+
+    from workbench.codecs import codec_names, resolve_codec
+    from workbench.layout import KVLayout
+
+    layout, rows = KVLayout(num_layers=32, num_kv_heads=8, head_size=128), []
+    for codec in map(resolve_codec, codec_names()):
+        what = (getmodule(type(codec)).__doc__ or "").partition("\n")[0]
+        promised = "none for a single value" if codec.tolerance is None else f"{codec.tolerance:.3g}"
+        rows.append({"codec": codec.name, "what": what, "most bits a value": f"{codec.bits_per_value(layout):.2f}",
+                     "tolerance, of the largest": promised})  # fmt: skip
+    print_rows(rows, as_json)
+
+
+@codecs.command()
+def table(source: Table = None, as_json: AsJson = False) -> None:
+    """The published claims about KV compression beside the measured codecs.
+
+    Example: `kvworkbench codecs table --from codecs.json`
+    """
+    from experiments.codec_table import EXAMPLE_TABLE, CodecTable
+    from experiments.compression_claims import compression_claims
+
+    measured = CodecTable.load(source or EXAMPLE_TABLE)
+    rows = compression_claims(measured).to_dicts()
+    if as_json:
+        print_rows(rows, as_json)
+        return
+    console.print(measured.badge, highlight=False, markup=False)
+    print_rows(
+        [{key: row[key] for key in ("source", "says", "published", "measured", "verdict")} for row in rows], False
+    )
+
+
+@codecs.command()
+def measure(
+    names: Annotated[list[str] | None, typer.Argument(help="Codecs such as int8 'ecsq(step=0.3)'; all.")] = None,
+    model: Annotated[str, typer.Option(help="smollm2, a folder or a hub name.")] = "smollm2",
+    texts: Annotated[int, typer.Option(min=1, max=5, help="How many sample texts.")] = 5,
+    prefix_tokens: Annotated[int, typer.Option(help="Tokens stored of each, a multiple of 256.")] = 1024,
+    scored_tokens: Annotated[int, typer.Option(min=2, help="Tokens scored after them.")] = 256,
+    calibrated: Annotated[bool, typer.Option("--calibrated", help="A KVTC-like codec too, calibrated first.")] = False,
+    out: Annotated[Path | None, typer.Option(help="File for the table.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Send a real model's prefixes through codecs and measure what they do to its next tokens.
+
+    Example: `kvworkbench codecs measure int8 echo --texts 2 --out codecs.json`
+    """
+    from experiments.codec_table import COMPARED_CODECS, measure_codec_table
+
+    sizes = {"texts": texts, "prefix_tokens": prefix_tokens, "scored_tokens": scored_tokens}
+    with Bar() as bar:
+        measured = measure_codec_table(model, names or COMPARED_CODECS, **sizes, calibrated=calibrated,
+                                       watch=lambda _, *at: bar.count(*at))  # fmt: skip
+    if out:
+        measured.save(out)
+    if not as_json:
+        console.print(measured.badge, highlight=False, markup=False)
+    print_rows([_written(row) for row in measured.frame().to_dicts()] if not as_json else measured.frame().to_dicts(),
+               as_json)  # fmt: skip
+
+
+def _written(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "codec": row["codec"],
+        "times smaller": f"{row['times_smaller']:.2f}",
+        "KL": f"{row['kl']:.1e} ± {row['kl_interval']:.0e}",
+        "log-likelihood change": f"{-row['nll_change']:+.4f} ± {row['nll_interval']:.4f}",
+        "top token the same": f"{100 * row['top1_agreement']:.1f} %",
+        "encode, decode GB/s": f"{row['encode_gb_per_s']:.2f}, {row['decode_gb_per_s']:.2f}",
+    }
