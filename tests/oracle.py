@@ -81,6 +81,9 @@ def audit(control: ControlPlane, *, at_rest: bool = True) -> None:
         if at_rest:
             assert tier.holds == 0 and not any(index.pending)
             assert len(tier.order) == len(tier), f"{tier.name}: a chunk is in no order, so it can never leave"
+    assert set(control._awaited) == {
+        (e, level) for e in known for level in range(len(control.tiers)) if index.pending[e] >> level & 1
+    }, "something is pending without a deadline"
     if control.memory is not None:
         taken = [index.slots[e] for e in control.memory.entries()]
         slots = control.memory.capacity_bytes // control.layout.chunk_nbytes

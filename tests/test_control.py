@@ -78,16 +78,18 @@ class Planes:
         config = CacheConfig(chunk_tokens=8, **config)
         self.data = build_data(IDENTITY, config)
         self.control = build_control(IDENTITY, config, self.data.tiers)
+        self.now = 0.0
+        self.control._clock, self.control._looked_at = lambda: self.now, 0.0
         self.files = Flaky()
         for tier in self.data.tiers:
-            tier._files = self.files
+            tier._files, tier.faults_in_a_row = self.files, 1 << 30  # the breaker has tests of its own
         self.pages, self.rng = Pages(48), np.random.default_rng(0)
         self.data.attach(self.pages.table)
         self.free = list(range(48))
         self.requests: dict[str, Request] = {}
         self.step, self.sent = Step(), []
         self.reports: list[list[Done]] = []
-        self.serial, self.lost = 0, False
+        self.serial, self.lost, self.late = 0, False, False
         self.seen: set[str] = set()
 
     # ---- scheduler
@@ -194,6 +196,12 @@ class Planes:
                 self.deliver()
         self.seen |= {event.kind for event in self.control.record.events}
 
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        before = len(self.control._awaited)
+        self.control.expire()
+        self.late |= len(self.control._awaited) < before
+
     def check_disk(self) -> None:
         """Whatever lies on disk under a name with a right header is right."""
         for path in self.folder.rglob("*.kv"):
@@ -213,8 +221,10 @@ def rest(planes: Planes) -> None:
     for name in list(planes.requests):
         planes.finish(name)
     planes.settle()
-    if not planes.lost:
-        audit(planes.control)
+    if planes.lost:  # what nobody will answer any more is taken back at its deadline
+        planes.pass_time(61)
+    audit(planes.control)
+    if not planes.lost and not planes.late:
         on_disk = sum(p.stat().st_blocks * 512 for p in planes.folder.rglob("*.kv"))
         assert on_disk == sum(t.used_bytes for t in planes.control.tiers if t.name == "disk")
     planes.check_disk()
@@ -297,6 +307,10 @@ class PlanesMachine(RuleBasedStateMachine):
         for request, _, _ in step.computed:
             if request.name in self.planes.requests:
                 self.planes.finish(request.name)
+
+    @rule(seconds=st.sampled_from([1, 30, 61]))
+    def pass_time(self, seconds):
+        self.planes.pass_time(seconds)
 
     @precondition(lambda self: self.planes and self.planes.reports)
     @rule()
@@ -518,6 +532,95 @@ def test_a_second_load_through_staging_does_not_confirm_the_firsts_promotion():
     planes.control.finish("a"), planes.control.finish("b")
     audit(planes.control)
     planes.close()
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+def deadlines_met(planes) -> dict[str, int]:
+    return {kind: planes.control.record.totals.failures(kind).get("deadline", 0) for kind in ("store", "load", "drop")}
+
+
+@pytest.mark.parametrize("planes", ["memory", "through", "back", "disk"], indirect=True)
+def test_stores_whose_orders_are_lost_are_taken_back(planes):
+    planes.admit(range(16))
+    planes.send()
+    planes.sent.clear()  # the step never reaches the worker
+    planes.finish("r1")
+    tier = planes.control.tiers[0]
+    assert planes.control.lookup(chain_of(range(16))) == 0 and len(tier) == 2
+    planes.pass_time(59)
+    assert len(tier) == 2, "not yet"
+    planes.pass_time(2)
+    assert len(tier) == 0 and deadlines_met(planes)["store"] == (4 if planes.control.tiers[1:] and
+                                                                 planes.control.write == "through" else 2)  # fmt: skip
+    audit(planes.control)
+    planes.admit(range(16))  # and it can be stored again
+    planes.finish("r2")
+    planes.settle()
+    assert planes.control.lookup(chain_of(range(16))) == 16
+    audit(planes.control)
+
+
+def test_reports_that_are_lost_hold_no_room_for_ever(planes):
+    planes.admit(range(16))
+    planes.send()
+    planes.carry_out()
+    assert planes.data.flush(10) and planes.data.take_report() is not None
+    planes.reports.clear()
+    planes.finish("r1")
+    assert planes.control.memory.holds == 2, "the arena's copies wait to be written down"
+    planes.pass_time(61)
+    assert planes.control.memory.holds == 0
+    audit(planes.control)
+
+
+def test_a_load_that_rises_for_ever_is_taken_back(planes):
+    chain = chain_of(range(8))
+    planes.admit(range(8))
+    planes.finish("r1")
+    planes.settle()
+    planes.control._leave(planes.control.index.find(chain[0].key), 0, "test")
+    planes.control.admit("late", chain, reuse_tokens=8)
+    (load,) = planes.control.plan_loads("late", 0, 8, [0, 1])
+    assert load.slot != STAGING
+    planes.control.finish("late")
+    planes.pass_time(61)
+    assert deadlines_met(planes)["load"] == 1 and planes.control.lookup(chain) == 8, "it still lies on disk"
+    planes.data.run([load])  # it was slow, not lost
+    planes.control.apply(planes.data.take_report())
+    assert len(planes.control.memory) == 0, "a slot that was given up is not taken for filled"
+    audit(planes.control)
+
+
+def test_a_late_answer_counts_what_is_there_after_all(planes):
+    planes.admit(range(16))
+    planes.send()
+    planes.carry_out()
+    planes.pass_time(61)
+    planes.data.flush(10)
+    planes.deliver()
+    planes.finish("r1")
+    disk = planes.control.tiers[1]
+    assert disk.used_bytes == sum(p.stat().st_blocks * 512 for p in planes.folder.rglob("*.kv")) > 0
+    audit(planes.control)
+
+
+def test_a_request_that_never_finishes_lets_go(planes):
+    planes.admit(range(16))
+    planes.finish("r1")
+    planes.settle()
+    planes.admit(range(16))
+    assert sum(tier.holds for tier in planes.control.tiers) == 2
+    for _ in range(20):  # signs of life keep it
+        planes.pass_time(300)
+        planes.control.plan_stores("r2", 16, planes.requests["r2"].blocks)
+    assert sum(tier.holds for tier in planes.control.tiers) == 2
+    planes.pass_time(601)
+    assert sum(tier.holds for tier in planes.control.tiers) == 0 and deadlines_met(planes)["drop"] == 1
+    assert planes.control.plan_stores("r2", 16, planes.requests["r2"].blocks) == []
+    planes.finish("r2")
+    rest(planes)
 
 
 # ---------------------------------------------------------------- the data plane alone

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -302,6 +303,8 @@ def test_a_fault_at_every_call_is_a_named_miss_and_leaks_nothing(error, for_good
     probe = Faulty()
     exercise(DiskTier(tmp_path / "probe", durable=True, files=probe))
     allowed = {"", "dedup", "absent", errno.errorcode[error]}
+    if for_good and error in (errno.EIO, errno.ESTALE):
+        allowed.add("breaker open")
     stride = 1 if error == errno.EIO else 7
     for fail_at in range(
         1, len(probe.calls), stride
@@ -310,6 +313,7 @@ def test_a_fault_at_every_call_is_a_named_miss_and_leaks_nothing(error, for_good
         files = Faulty(fail_at, error, for_good=for_good)
         tier = DiskTier(folder, durable=True, files=files)
         reasons = set(exercise(tier))
+        tier.close()
         assert reasons <= allowed, f"{probe.calls[fail_at]}: {reasons}"
         assert not files.open_fds, f"{probe.calls[fail_at]}: a file stays open"
         again = DiskTier(folder)
@@ -606,3 +610,259 @@ def test_a_second_engine_in_this_process_takes_no_file_away_that_the_first_still
             super().link(source, target)
 
     assert write(DiskTier(tmp_path, files=Scanning()), CHAIN[0]) == ""
+
+
+# ---------------------------------------------------------------- a medium that is lost
+
+
+class Lost(Files):
+    """Every access fails while `gone`."""
+
+    gone = False
+    calls = 0
+
+    def _check(self):
+        self.calls += 1
+        if self.gone:
+            raise OSError(errno.EIO, "I/O error")
+
+    def open(self, path, flags, mode=0o600):
+        self._check()
+        return super().open(path, flags, mode)
+
+
+def until(condition, seconds=8.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_a_lost_medium_is_left_alone_and_found_again(tmp_path):
+    files = Lost()
+    tier = DiskTier(tmp_path, files=files)
+    assert [write(tier, chunk) for chunk in CHAIN] == [""] * len(CHAIN)
+    files.gone = True
+    assert [read(tier, CHAIN[n]) for n in range(3)] == ["EIO"] * 3
+    assert tier.breaker.state != "closed" and tier.breaker.reason == "EIO"
+    assert read(tier, CHAIN[0]) == "breaker open" and write(tier, CHAIN[0]) == "breaker open"
+    tier.erase(CHAIN[0].key)
+    assert place_of(tier, CHAIN[0]).exists(), "nothing is asked of it"
+    files.gone = False
+    assert until(lambda: tier.breaker.allows)
+    assert read(tier, CHAIN[0]) == "" and not leftovers(tmp_path)
+    tier.close()
+
+
+def test_single_faults_open_no_breaker(tmp_path):
+    files = Lost()
+    tier = DiskTier(tmp_path, files=files)
+    write(tier, CHAIN[0])
+    for _ in range(20):
+        files.gone = True
+        assert read(tier, CHAIN[0]) == "EIO" == read(tier, CHAIN[0])
+        files.gone = False
+        assert read(tier, CHAIN[0]) == ""
+    assert tier.breaker.trips == 0
+    tier.close()
+
+
+def test_an_engine_whose_disk_is_lost_misses_and_recovers(tmp_path):
+    """Lookups stop counting on what lies only there; memory goes on; nothing is forgotten."""
+    pages, files = Pages(64), Lost()
+    pages.compute(CHAIN, range(64))
+    with CacheEngine(IDENTITY, memory_bytes=2 * SMALL.chunk_nbytes, disk_path=tmp_path) as engine:
+        engine.store(range(64), pages.table, blocks=range(64))
+        assert engine.flush() and engine.lookup(range(64)) == 64
+        engine.data.tiers[0]._files = files
+        files.gone = True
+        for _ in range(4):
+            engine.retrieve(range(64), pages.table, blocks=range(64))
+        assert "breaker open" in engine.stats()["failed_loads"]
+        assert until(lambda: engine.lookup(range(64)) <= 16)
+        files.gone = False
+        assert until(lambda: engine.retrieve(range(64), pages.table, blocks=range(64)) == 64)
+        assert engine.data.tiers[0].breaker.allows
+        assert engine.flush()
+        audit(engine.control)
+
+
+class Stuck(Files):
+    """Reads do not return before the gate is opened."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+
+    def preadv(self, fd, buffers, offset):
+        self.gate.wait(20)
+        return super().preadv(fd, buffers, offset)
+
+
+def test_a_read_that_never_returns_is_a_miss_and_its_slot_is_nobodys(tmp_path):
+    """The late read may still write into its slot: until it ends, nothing else is put there."""
+    pages, files = Pages(64), Stuck()
+    pages.compute(CHAIN, range(64))
+    settings = {"disk_path": tmp_path, "load_deadline_seconds": 0.2}
+    with CacheEngine(IDENTITY, memory_bytes=0, **settings) as engine:
+        engine.store(range(64), pages.table, blocks=range(64))
+    with CacheEngine(IDENTITY, memory_bytes=2 * SMALL.chunk_nbytes, **settings) as engine:
+        engine.data.tiers[0]._files = files
+        start = time.monotonic()
+        assert engine.retrieve(range(64), pages.table, blocks=range(64)) == 0
+        assert engine.retrieve(range(64), pages.table, blocks=range(64)) == 0
+        assert time.monotonic() - start < 2 and engine.data.tiers[0].breaker.reason == "timeout"
+        assert engine.stats()["failed_loads"]["timeout"] == 2, "the first two; nobody waits for the rest"
+        store_reasons = set()
+        for number in range(3):  # the two slots of the memory tier are still being read into
+            tokens = range(1000 + 100 * number, 1016 + 100 * number)
+            other = Pages(64)
+            other.compute(chain_of(tokens), range(64))
+            engine.store(tokens, other.table, blocks=range(64))
+            store_reasons |= set(engine.stats()["failed_stores"])
+        assert "slot busy" in store_reasons
+        files.gate.set()
+        assert until(lambda: not any(engine.data.arena.leaving))
+        assert until(lambda: engine.retrieve(range(64), pages.table, blocks=range(64)) == 64)
+        assert not pages.wrong_chunks(CHAIN, range(64), 64)
+        engine.flush()
+        audit(engine.control)
+
+
+# ---------------------------------------------------------------- what other processes do
+
+
+def test_changes_tell_what_others_brought_and_took(tmp_path):
+    ours, theirs = DiskTier(tmp_path), DiskTier(tmp_path)
+    for number in range(4):
+        write(ours, CHAIN[number])
+    mine = [CHAIN[number].key for number in range(4)]
+    assert ours.changes(mine) == ([], [])
+    write(theirs, CHAIN[4])
+    assert ours.changes(mine) == ([], []), "at first sight it may be our own"
+    theirs.erase(CHAIN[0].key)
+    arrived, gone = ours.changes(mine)
+    assert [stored.key for stored in arrived] == [CHAIN[4].key] and gone == [CHAIN[0].key]
+    assert arrived[0].nbytes == place_of(ours, CHAIN[4]).stat().st_blocks * 512
+    (tmp_path / CHAIN[1].key.hex()[:2] / "notes.kv").write_text("not ours")
+    assert ours.changes([key for key in mine if key != CHAIN[0].key] + [CHAIN[4].key]) == ([], [])
+
+
+def test_a_record_that_could_not_be_erased_is_told_of(tmp_path):
+    """Its folder has not changed, but what is counted there has."""
+    tier = DiskTier(tmp_path)
+    write(tier, CHAIN[0])
+    os.utime(place_of(tier, CHAIN[0]).parent, (1e9, 1e9))
+    assert [tier.changes([CHAIN[0].key]) for _ in range(2)] == [([], [])] * 2
+    assert tier.changes([]) == ([], []), "evicted, but the file is still there"
+    assert [stored.key for stored in tier.changes([]).arrived] == [CHAIN[0].key]
+
+
+def test_a_folder_that_did_not_change_is_not_listed(tmp_path):
+    class Counting(Files):
+        listed = 0
+
+        def scan(self, path):
+            self.listed += 1
+            return super().scan(path)
+
+    files = Counting()
+    tier = DiskTier(tmp_path, files=files)
+    for chunk in CHAIN:
+        write(tier, chunk)
+    keys = [chunk.key for chunk in CHAIN]
+    folders = len({key[:1] for key in keys})
+    for folder in tmp_path.iterdir():
+        os.utime(folder, (1e9, 1e9))
+    assert tier.changes(keys) == ([], []) and files.listed == 1 + folders
+    assert tier.changes(keys) == ([], []) and files.listed == 2 + folders
+
+
+def test_two_engines_in_one_directory_keep_one_budget(tmp_path):
+    """Each counts what the other brings and what it takes, and so the directory stays within the cap of both."""
+    settings = {"memory_bytes": 0, "disk_path": tmp_path, "disk_bytes": 10 * 8192, "disk_survey_seconds": 0.02}
+
+    def used() -> int:
+        return sum(path.stat().st_blocks * 512 for path in tmp_path.rglob("*.kv"))
+
+    def keys(engine) -> set[str]:
+        return {key.hex() for key in engine.control.keys_at(0)}
+
+    with CacheEngine(IDENTITY, **settings) as one, CacheEngine(IDENTITY, **settings) as other:
+        for start in range(0, 600, 100):
+            for engine, base in ((one, start), (other, start + 50)):
+                tokens, pages = range(base, base + 24), Pages(16)
+                pages.compute(chain_of(tokens), range(16))
+                engine.store(tokens, pages.table, blocks=range(16))
+                assert engine.flush()
+                assert until(lambda: keys(one) == keys(other) == {path.stem for path in tmp_path.rglob("*.kv")})
+                assert one.tiers()[0].used_bytes == other.tiers()[0].used_bytes == used()
+                assert used() <= 10 * 8192
+                fresh = Pages(16)
+                reader = other if engine is one else one
+                assert reader.retrieve(tokens, fresh.table, blocks=range(16)) == 24, "one finds what the other stored"
+                assert not fresh.wrong_chunks(chain_of(tokens), range(16), 24)
+        for engine in (one, other):
+            engine.flush()
+            audit(engine.control)
+
+
+def test_records_that_somebody_removes_are_no_longer_counted(tmp_path):
+    pages = Pages(64)
+    pages.compute(CHAIN, range(64))
+    with CacheEngine(IDENTITY, memory_bytes=0, disk_path=tmp_path, disk_survey_seconds=0.02) as engine:
+        engine.store(range(64), pages.table, blocks=range(64))
+        engine.flush()
+        place_of(DiskTier(tmp_path), CHAIN[2]).unlink()
+        assert until(lambda: engine.tiers()[0].chunks == 7)
+        assert engine.lookup(range(64)) == 16
+        assert engine.explain(range(64)).miss_reason == "removed elsewhere"
+        engine.clear()
+        audit(engine.control)
+
+
+# ---------------------------------------------------------------- a slow start
+
+
+class SlowScan(Files):
+    """Listing a folder takes long."""
+
+    def scan(self, path):
+        time.sleep(0.1)
+        return super().scan(path)
+
+
+def test_nobody_waits_for_a_directory_that_takes_long_to_look_through(tmp_path, monkeypatch):
+    pages = Pages(64)
+    pages.compute(CHAIN, range(64))
+    with CacheEngine(IDENTITY, memory_bytes=0, disk_path=tmp_path) as engine:
+        engine.store(range(64), pages.table, blocks=range(64))
+        for start in range(1000, 1800, 20):
+            engine.store(range(start, start + 8), pages.table, blocks=range(64))
+        engine.flush()
+        before = engine.tiers()[0]
+    monkeypatch.setattr("workbench.tiers.disk.Files", SlowScan)
+    start = time.monotonic()
+    with CacheEngine(IDENTITY, memory_bytes=4 * SMALL.chunk_nbytes, disk_path=tmp_path) as engine:
+        assert time.monotonic() - start < 2
+        start = time.monotonic()
+        assert engine.lookup(range(64)) == 0 and time.monotonic() - start < 0.1
+        fresh = range(500, 508)
+        assert engine.store(fresh, pages.table, blocks=range(64)) == 8, "memory takes it"
+        assert engine.tiers()[1].chunks == 0, "nothing is written before it is known how full the disk is"
+        assert until(lambda: engine.lookup(range(64)) == 64)
+        after = engine.tiers()[1]
+        assert (after.chunks, after.used_bytes) == (before.chunks, before.used_bytes)
+        assert engine.store(fresh, pages.table, blocks=range(64)) == 0 and engine.flush()
+        assert engine.tiers()[1].chunks == before.chunks + 1, "what only memory had is written down now"
+        audit(engine.control)
+
+
+def test_closing_during_the_first_look(tmp_path, monkeypatch):
+    for chunk in CHAIN:
+        write(DiskTier(tmp_path), chunk)
+    monkeypatch.setattr("workbench.tiers.disk.Files", SlowScan)
+    monkeypatch.setattr("workbench.engine._START_SECONDS", 0.0)
+    start = time.monotonic()
+    engine = CacheEngine(IDENTITY, memory_bytes=0, disk_path=tmp_path)
+    engine.close()
+    assert time.monotonic() - start < 4 and engine.lookup(range(64)) == 0

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ByteSize, PositiveInt, ValidationError
+from pydantic import ByteSize, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, YamlConfigSettingsSource
 from yaml import YAMLError
 
@@ -33,6 +33,7 @@ class CacheConfig(BaseSettings):
     memory_bytes: ByteSize = ByteSize(1 << 30)  # budget of the memory tier; 0 for none
     disk_path: Path | None = None  # directory of the disk tier; none without
     disk_bytes: ByteSize = ByteSize(16 << 30)  # the most that the disk tier may take
+    disk_survey_seconds: PositiveFloat = 30.0  # how often to look what other processes brought there and took
     disk_durable: bool = False  # sync each file before it gets its name
     redis_url: str | None = None  # "redis://host:6379/0", "rediss://" with TLS; none without
     redis_bytes: ByteSize = ByteSize(64 << 30)  # the most that this engine counts on there
@@ -51,9 +52,15 @@ class CacheConfig(BaseSettings):
     object_store_policy: str = "lru"
     codec: str = "raw"  # of the tiers below memory: a name of `workbench.codecs`, or as in "int4(group=32)"
     memory_codec: str = "raw"  # of the memory tier: encoded when a chunk is stored, decoded by each load
+    boundary_tokens: tuple[NonNegativeInt, ...] = ()  # ids that end a sentence or turn: chunks end behind them, too
+    min_chunk_tokens: NonNegativeInt = 0  # of a chunk that ends at one, whole blocks; 0 for a quarter of a full chunk
+    store_partial: bool = False  # store the tail that does not fill a chunk, too
     write: Literal["through", "back"] = "through"  # to slower tiers at once, or when evicted
     store_decoded: bool = True  # store chunks that fill up while the answer is generated, too
     staging_bytes: ByteSize = ByteSize(256 << 20)  # chunks under way to slower tiers without a place in memory
+    load_deadline_seconds: PositiveFloat = 5.0  # a chunk that a slower tier does not deliver in time is a miss
+    deadline_seconds: PositiveFloat = 60.0  # a store or load that nobody answers is taken back after so long
+    request_deadline_seconds: PositiveFloat = 600.0  # a request without a sign of life is over after so long
     verify: bool = False  # keep digests and compare after every load
     events_path: Path | None = None  # JSON lines of every event; none without
 

@@ -9,8 +9,9 @@ finish    the request's chunks enter each tier's order, the last one as the olde
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,16 +21,18 @@ from workbench.events import Recorder
 from workbench.index import ChunkIndex
 from workbench.layout import KVLayout
 from workbench.orders import STAGING, Done, Erase, Load, Order, Store, Write
-from workbench.tiers.base import StoredChunk, TierIndex
+from workbench.tiers.base import Changes, StoredChunk, TierIndex
 from workbench.tiers.presence import Presence
 
-__all__ = ["ControlPlane", "WRITE_MODES"]
+__all__ = ["ControlPlane", "Deadlines", "WRITE_MODES"]
 
 WRITE_MODES = ("through", "back")
 
 # After these the bytes under the key are known to be no good; after any other fault they may well be right next time.
 _BAD_BYTES = ("corrupt", "mismatch", "absent", "mac", "WRONGTYPE")
 
+_AWAY_SECONDS = 1.0  # then a load may find out whether the tier works again
+_ADOPTED_AT_ONCE = 500  # chunks, a few milliseconds
 _REMEMBERED_DEPARTURES = 100_000
 _REMEMBERED_PROMPTS = 64
 
@@ -42,8 +45,16 @@ class _Running:
     chain: ChunkChain
     attempt: int = 0
     planned: int = 0  # chunks whose store is ordered or not needed
-    used: dict[int, int] = field(default_factory=dict)  # chunk number -> entry, settled at the end
+    heard: float = 0.0  # when the request last gave a sign of life
+    used: dict[int, int] = field(default_factory=dict)  # where a chunk stops -> its entry; settled at the end
     holds: list[tuple[TierIndex, int]] = field(default_factory=list)
+
+
+class Deadlines(NamedTuple):
+    """Seconds after which the control plane stops waiting: a message that was lost must not hold room for ever."""
+
+    order: float = 60.0  # a store or a load without an answer is taken back
+    request: float = 600.0  # a request without a sign of life is over
 
 
 class ControlPlane:
@@ -59,12 +70,13 @@ class ControlPlane:
         record: Takes the events.
         recompute_seconds: Estimate for the tokens start..stop of a prompt, for policies that weigh cost.
         clock: Seconds, monotonic; only differences are used.
+        deadlines: How long an order may go unanswered, and a request be silent.
     """
 
     def __init__(self, layout: KVLayout, tiers: Sequence[TierIndex], *, arena: bool, write: str = "through",
                  shared: Mapping[int, Presence] | None = None, record: Recorder | None = None,
                  recompute_seconds: Callable[[int, int], float] = lambda a, b: 0.0,
-                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+                 clock: Callable[[], float] = time.monotonic, deadlines: Deadlines = Deadlines()):  # fmt: skip
         if write not in WRITE_MODES:
             raise InvalidInputError(f"write is {write!r}; allowed are {', '.join(WRITE_MODES)}")
         self.layout, self.tiers, self.write = layout, list(tiers), write
@@ -74,6 +86,11 @@ class ControlPlane:
         self._shared = dict(shared or {})
         self._own = sum(1 << level for level in range(len(self.tiers)) if level not in self._shared)
         self._recompute_seconds, self._clock = recompute_seconds, clock
+        self.deadlines = deadlines
+        self._awaited: dict[tuple[int, int], float] = {}  # (entry, level) -> when it was ordered, oldest first
+        self._looked_at = clock()
+        self._away_until: dict[int, float] = {}  # level -> until when its open breaker is believed
+        self._starting: set[int] = set()  # levels of which it is not known yet how full they are
         slots = self.memory.capacity_bytes // layout.chunk_nbytes if self.memory is not None else 0
         self._free_slots = list(range(slots - 1, -1, -1))
         self._running: dict[str, _Running] = {}
@@ -81,22 +98,71 @@ class ControlPlane:
         self._rising: dict[int, tuple[str, int]] = {}  # entry -> (request, attempt) whose load fills its arena slot
         self._served = 0
         self._departed: OrderedDict[bytes, str] = OrderedDict()
+        self._tails: dict[bytes, set[int]] = {}  # key of what stands before -> where stored unfull chunks stop
         self.recent_prompts: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED_PROMPTS)  # (root, tokens)
 
     # ---------------------------------------------------------------- lookup
 
     def lookup(self, chain: ChunkChain) -> int:
         """Leading tokens that could be loaded now. Without a shared tier it hashes one chunk past the hit at most."""
-        find, resident, number = self.index.find, self.index.resident, 0
-        while number < len(chain):
-            entry = find(chain[number].key)
-            if entry >= 0 and resident[entry] & self._own:
-                number += 1
-            elif found := self._ask_shared(chain, number):
-                number += found
-            else:
+        levels = self._own & ~self._away()
+        number = self.index.leading(chain.keys(), levels)
+        while self._shared and number < len(chain) and (found := self._ask_shared(chain, number)):
+            number += found
+            number += self.index.leading(chain.keys(number), levels)
+        tail = self._tail(chain, number)
+        return tail.stop if tail is not None else chain.end(number)
+
+    @property
+    def asks_others(self) -> bool:
+        """Whether a lookup may have to ask a tier that other engines use, and to note the answer."""
+        return bool(self._shared)
+
+    def in_memory(self, chain: ChunkChain, stop_token: int) -> int:
+        """Leading tokens before `stop_token` that the memory tier holds."""
+        stop = 0
+        for chunk in self.covering(chain, 0, stop_token):
+            if self.memory is None or self.index.find(chunk.key) not in self.memory:
                 break
-        return number * self.layout.chunk_tokens
+            stop = chunk.stop
+        return stop
+
+    def _tail(self, chain: ChunkChain, number: int) -> Chunk | None:
+        """The longest stored tail whose tokens come next behind the first `number` chunks, or None."""
+        stops = self._tails.get(chain.parent(number), ()) if self._tails else ()
+        for stop in sorted(stops, reverse=True):
+            if stop <= chain.num_tokens:
+                tail = chain.part(number, stop)
+                entry = self.index.find(tail.key)
+                if entry >= 0 and self.index.resident[entry] & self._own & ~self._away():
+                    return tail
+        return None
+
+    def _away(self) -> int:
+        """Levels, as bits, whose breaker was seen open a moment ago: what lies only there is no hit for now."""
+        if not self._away_until:
+            return 0
+        now = self._clock()
+        return sum(1 << level for level, until in list(self._away_until.items()) if now < until)
+
+    def covering(self, chain: ChunkChain, first_token: int, stop_token: int) -> list[Chunk]:
+        """The chunks that a load of tokens first..stop moves: whole ones and, where one is missing, a stored tail.
+
+        Together they cover all of it, also where a chunk left since the lookup: its load will find it absent.
+        """
+        chunks: list[Chunk] = []
+        number = chain.whole(first_token)
+        while chain.end(number) < stop_token:
+            whole = chain[number] if number < len(chain) else None
+            if whole is None or self.miss_reason(whole):
+                tail = self._tail(chain, number)
+                if tail is not None and tail.stop >= stop_token:
+                    return [*chunks, tail]
+                if whole is None:
+                    return [*chunks, chain.part(number, stop_token)]
+            chunks.append(whole)
+            number += 1
+        return chunks
 
     def _ask_shared(self, chain: ChunkChain, first: int) -> int:
         """How many chunks from `first` on a shared tier holds, as far as one question tells; takes note of them."""
@@ -140,6 +206,8 @@ class ControlPlane:
         """Why a chunk is not a hit, in the words of events and `explain`."""
         entry = self.index.find(chunk.key)
         if entry >= 0 and self.index.resident[entry]:
+            if not self.index.resident[entry] & ~self._away():
+                return "breaker open"
             return "prefix missing" if after_miss else ""
         if entry >= 0 and self.index.pending[entry]:
             return "still being stored"
@@ -157,21 +225,31 @@ class ControlPlane:
         self.record("lookup", request=request, tokens=chain.num_tokens - local_tokens)
         self.record("reuse", request=request, tokens=reuse_tokens)
         missed = False
-        for number in range(local_tokens // self.layout.chunk_tokens, len(chain)):
+        for number in range(chain.whole(local_tokens), len(chain)):
             chunk = chain[number]
             reason = self.miss_reason(chunk, after_miss=missed)
-            if reason:
-                missed = True
-                self.record("miss", request=request, chunk=chunk, reason=reason)
-            else:
-                level = self.index.level(self.index.find(chunk.key))
-                self.record("hit", request=request, chunk=chunk, tier=self.tiers[level].name)
+            if not reason:
+                self._record_hit(request, chunk)
+                continue
+            if not missed and (tail := self._tail(chain, number)):
+                self._record_hit(request, tail)
+            missed = True
+            self.record("miss", request=request, chunk=chunk, reason=reason)
+        if not missed and (tail := self._tail(chain, len(chain))):
+            self._record_hit(request, tail)
+
+    def _record_hit(self, request: str, chunk: Chunk) -> None:
+        level = self.index.level(self.index.find(chunk.key))
+        self.record("hit", request=request, chunk=chunk, tier=self.tiers[level].name)
 
     def begin(self, request: str, chain: ChunkChain) -> bool:
         """Make a request known without counting a lookup; False if it is known."""
-        if request in self._running:
+        if running := self._running.get(request):
+            running.heard = self._clock()
             return False
-        self._running[request] = _Running(request, chain)
+        self._running[request] = _Running(request, chain, heard=self._clock())
+        for tier in self.tiers:
+            tier.order.start(self._served + 1, self._clock())  # what makes room for it is as old as it is now
         return True
 
     def plan_loads(self, request: str, first_token: int, stop_token: int, blocks: Sequence[int]) -> list[Order]:
@@ -183,53 +261,94 @@ class ControlPlane:
         Args:
             request: An admitted request whose lookup covered these tokens.
             first_token: Multiple of the block size; what lies before it is there already.
-            stop_token: Multiple of the block size.
+            stop_token: Multiple of the block size, or where a stored tail stops.
             blocks: The request's block table, from token 0.
         """
-        running, per_chunk = self._running[request], self.layout.blocks_per_chunk
-        first, stop = first_token // self.layout.block_size, stop_token // self.layout.block_size
+        running, layout = self._running[request], self.layout
+        running.heard = self._clock()
+        first, stop = first_token // layout.block_size, layout.blocks_of(stop_token)
         orders: list[Order] = []
-        numbers = range(first // per_chunk, -(-stop // per_chunk))
-        levels = [self._hold_fastest(running, self._use(running, number)) for number in numbers]
-        for number, level in zip(numbers, levels, strict=True):
-            entry, base = running.used[number], number * per_chunk
-            wanted = tuple(blocks[b] if first <= b < stop else -1 for b in range(base, base + per_chunk))
+        chunks = self.covering(running.chain, first_token, stop_token)
+        levels = [self._hold_fastest(running, self._use(running, chunk)) for chunk in chunks]
+        for chunk, level in zip(chunks, levels, strict=True):
+            entry = running.used[chunk.stop]
+            wanted = tuple(blocks[b] if first <= b < stop else -1 for b in self._blocks(chunk))
             if level < 0:
                 slot = STAGING
             elif self.tiers[level] is self.memory:
                 slot = self.index.slots[entry]
             else:
                 slot = self._promote(running, entry, orders)
-            orders.append(Load(request, running.attempt, running.chain[number], wanted, max(0, level), slot))
+            orders.append(Load(request, running.attempt, chunk, wanted, max(0, level), slot))
         return orders
 
-    def plan_stores(self, request: str, stop_token: int, blocks: Sequence[int]) -> list[Order]:
-        """Orders that store each full chunk before `stop_token` that is neither resident nor on its way.
+    def _blocks(self, chunk: Chunk) -> range:
+        """Where a chunk's blocks stand in a request's block table."""
+        return range(chunk.start // self.layout.block_size, self.layout.blocks_of(chunk.stop))
+
+    def plan_stores(self, request: str, stop_token: int, blocks: Sequence[int], *, tail: bool = False) -> list[Order]:
+        """Orders that store each whole chunk before `stop_token` that is neither resident nor on its way.
 
         A chunk without room is dropped, and with it those behind it: without their prefix they are of no use.
+
+        Args:
+            request: An admitted request.
+            stop_token: Tokens whose KV will be there when the orders are carried out.
+            blocks: The request's block table, from token 0.
+            tail: Store what stands between the last whole chunk and `stop_token`, too. Such a chunk stays within this
+                engine's own tiers: others could not guess where it stops.
         """
-        running, per_chunk = self._running[request], self.layout.blocks_per_chunk
         orders: list[Order] = []
-        for number in range(running.planned, min(stop_token // self.layout.chunk_tokens, len(running.chain))):
+        running = self._running.get(request)
+        if running is None:  # silent for so long that it was taken for over
+            return orders
+        running.heard, chain = self._clock(), running.chain
+        for number in range(running.planned, chain.whole(stop_token)):
             running.planned = number + 1
-            chunk = running.chain[number]
-            known = self.index.find(chunk.key)
-            if known >= 0 and (self.index.resident[known] or self.index.pending[known]):
-                if number not in running.used:
-                    self._hold_resident(running, self._use(running, number))
-                    self.record("dedup", request=request, chunk=chunk)
-                continue
-            if number and not self._reachable(chunk.parent):
-                self._drop(request, chunk, "prefix not stored")
-                continue
-            entry = self._use(running, number)
-            slot, write_to = self._place(entry, orders)
-            if slot == STAGING and not write_to:
-                self._drop(request, chunk, "no room")
-                continue
-            own = tuple(blocks[number * per_chunk : (number + 1) * per_chunk])
-            orders.append(Store(request, running.attempt, chunk, own, slot, write_to))
+            self._plan_store(running, chain[number], blocks, orders)
+        whole = chain.whole(stop_token)
+        if tail and chain.end(whole) < stop_token:
+            self._plan_store(running, chain.part(whole, stop_token), blocks, orders, tail=True)
         return orders
+
+    def _plan_store(self, running: _Running, chunk: Chunk, blocks: Sequence[int], orders: list[Order],
+                    tail: bool = False) -> None:  # fmt: skip
+        known = self.index.find(chunk.key)
+        if known >= 0 and self.index.anywhere(known):
+            if chunk.stop not in running.used:
+                self._hold_resident(running, self._use(running, chunk))
+                self.record("dedup", request=running.name, chunk=chunk)
+                self._write_down(known, chunk, orders)
+            return
+        if chunk.start and not self._reachable(chunk.parent):
+            self._drop(running.name, chunk, "prefix not stored")
+            return
+        entry = self._use(running, chunk)
+        slot, write_to = self._place(entry, orders, own_only=tail)
+        if slot == STAGING and not write_to:
+            self._drop(running.name, chunk, "starting up" if self._starting else "no room")
+            return
+        if tail:
+            self._tails.setdefault(chunk.parent, set()).add(chunk.stop)
+        own = tuple(blocks[b] for b in self._blocks(chunk))
+        orders.append(Store(running.name, running.attempt, chunk, own, slot, write_to))
+
+    def _write_down(self, entry: int, chunk: Chunk, orders: list[Order]) -> None:
+        """A chunk that the arena alone has, since a slower tier once refused it, gets another chance where room is."""
+        if self.write != "through" or self.memory is None or not self.index.resident[entry] & 1:
+            return
+        for level, tier in enumerate(self.tiers[1:], 1):
+            known = (self.index.resident[entry] | self.index.pending[entry]) >> level & 1
+            foreign = level in self._shared and chunk.stop in self._tails.get(chunk.parent, ())
+            closed = foreign or level in self._starting
+            if not known and not closed and tier.fits(tier.chunk_nbytes):
+                self._reserve(entry, level)
+                self._hold_while_written(entry, level)
+                orders.append(Write(chunk, self.index.slots[entry], level, stays=True))
+
+    def _hold_while_written(self, entry: int, level: int) -> None:
+        self.memory.hold(entry)
+        self._writing.add((entry, level))
 
     def finish(self, request: str) -> None:
         """The request is over, in whatever way: its chunks enter each tier's order, the last one as the oldest."""
@@ -237,17 +356,17 @@ class ControlPlane:
         if running is None:
             return
         self.recent_prompts.append((running.chain.root, running.chain.tokens()))
+        self._settle([running.used[stop] for stop in sorted(running.used)])  # while held: their order is by use alone
         for tier, entry in running.holds:
             tier.release(entry)
-        self._settle([running.used[number] for number in sorted(running.used)])
         for entry in running.used.values():
             self.index.unuse(entry)
 
-    def hold_prefix(self, chain: ChunkChain, chunks: int) -> list[tuple[TierIndex, int]]:
-        """Keep the first chunks of a chain in every tier that has them, until `release_prefix`."""
+    def hold_prefix(self, chain: ChunkChain, tokens: int) -> list[tuple[TierIndex, int]]:
+        """Keep the first tokens of a chain in every tier that has them, until `release_prefix`."""
         holds = []
-        for number in range(chunks):
-            entry = self.index.add_chunk(chain[number])
+        for chunk in self.covering(chain, 0, tokens):
+            entry = self.index.add_chunk(chunk)
             for tier in self.tiers:
                 if entry in tier:
                     tier.hold(entry)
@@ -265,6 +384,7 @@ class ControlPlane:
 
     def apply(self, report: Iterable[Done]) -> None:
         """Take note of what was done: confirmed chunks become resident, failed ones are taken back."""
+        self.expire()
         late: dict[tuple[str, int], list[int]] = {}
         for done in report:
             entry = self.index.find(done.key)
@@ -284,6 +404,8 @@ class ControlPlane:
         if done.reason:
             self._store_failed(entry, done)
             return -1
+        if (entry, 0) not in self._awaited:
+            return -1  # given up meanwhile: the slot may be another chunk's
         return self._confirm(entry, done.level)
 
     def _written(self, entry: int, done: Done) -> int:
@@ -291,12 +413,15 @@ class ControlPlane:
         reason = "" if done.reason == "dedup" else done.reason
         self.record("store", tier=tier.name, request=done.request, chunk=chunk, nbytes=done.nbytes,
                     seconds=done.seconds, reason=reason)  # fmt: skip
-        if (entry, done.level) in self._writing:
-            self._writing.remove((entry, done.level))
-            self.memory.release(entry)
+        self._let_go_of_written(entry, done.level)
         if reason:
             self._store_failed(entry, done)
             return -1
+        if entry not in tier:  # given up meanwhile, and there after all
+            nbytes = done.nbytes or tier.chunk_nbytes
+            if not tier.fits(nbytes):
+                return -1
+            tier.reserve(entry, nbytes)
         tier.shrink(entry, done.nbytes)
         return self._confirm(entry, done.level)
 
@@ -307,6 +432,8 @@ class ControlPlane:
         rising = self._rising.get(entry) == (done.request, done.attempt)
         if rising:
             del self._rising[entry]
+        if done.reason in ("breaker open", "timeout"):
+            self._away_until[done.level] = self._clock() + _AWAY_SECONDS
         if done.reason:
             if running := self._running.get(done.request):
                 running.attempt, running.planned = max(running.attempt, done.attempt + 1), 0
@@ -323,30 +450,125 @@ class ControlPlane:
         self.record("promote", tier=self.tiers[0].name, chunk=chunk, nbytes=done.nbytes)
         return self._confirm(entry, 0)
 
+    def _let_go_of_written(self, entry: int, level: int) -> None:
+        if (entry, level) in self._writing:
+            self._writing.remove((entry, level))
+            self.memory.release(entry)
+
+    def expire(self) -> None:
+        """Take back what has gone unanswered for too long. Looked at now and then, whenever a report is applied."""
+        now = self._clock()
+        if now - self._looked_at < min(1.0, self.deadlines.order / 4, self.deadlines.request / 4):
+            return
+        self._looked_at = now
+        while self._awaited:
+            (entry, level), ordered = next(iter(self._awaited.items()))
+            if now - ordered < self.deadlines.order:
+                break
+            self._give_up(entry, level)
+        for running in [r for r in self._running.values() if now - r.heard >= self.deadlines.request]:
+            self.record("drop", request=running.name, reason="deadline")
+            self.finish(running.name)
+
+    def _give_up(self, entry: int, level: int) -> None:
+        """An order that nobody answers: its room is free again. An answer that comes after all changes nothing here."""
+        rose = self._rising.pop(entry, None) if level == 0 else None
+        kind, tier = "load" if rose is not None else "store", self.tiers[level].name
+        self.record(kind, tier=tier, chunk=self._chunk(entry), reason="deadline")
+        self._let_go_of_written(entry, level)
+        self._take_back(entry, level)
+
+    # ---------------------------------------------------------------- what a tier holds from before, or from others
+
     def adopt(self, level: int, found: Iterable[StoredChunk]) -> list[Order]:
         """Take over what a tier held before this start, oldest use first. Returns orders to erase what has no room.
 
         What was used last stays, together with all that stands before it.
         """
+        self.begin_adoption(level)
+        return [order for piece in self.adopting(level, found) for order in piece]
+
+    def begin_adoption(self, level: int) -> None:
+        """From now on nothing new is stored in a tier, until `adopting` has come to its end and it is known how full
+        the tier is."""
+        self._starting.add(level)
+
+    def end_adoption(self, level: int) -> None:
+        self._starting.discard(level)
+
+    def adopting(self, level: int, found: Iterable[StoredChunk]) -> Iterator[list[Order]]:
+        """`adopt` in pieces, between which other calls may come in."""
         tier, orders, adopted = self.tiers[level], [], []
-        for stored in _latest_first([s for s in found if self.index.find(s.key) not in tier]):
+        for number, stored in enumerate(_latest_first(list(found)), 1):
             orphan = stored.start and not self._reachable(stored.parent) and stored.parent in self._departed
             if orphan or not tier.fits(stored.nbytes):
                 orders.append(Erase(stored.key, level))
                 self._remember_departure(stored.key, "evicted")
-                continue
-            entry = self.index.add(stored.key, stored.parent, stored.start, stored.stop)
-            tier.reserve(entry, stored.nbytes)
-            self.index.set_resident(entry, level)
-            adopted.append(entry)
+            elif (entry := self._take_over(level, stored)) >= 0:
+                adopted.append(entry)
+            if number % _ADOPTED_AT_ONCE == 0:
+                yield orders
+                orders = []
         self._settle(adopted, [level])
+        self.end_adoption(level)
+        yield orders
+
+    def _take_over(self, level: int, stored: StoredChunk) -> int:
+        """Count a record that lies in a tier; -1 if it is counted already."""
+        entry = self.index.add(stored.key, stored.parent, stored.start, stored.stop)
+        if entry in self.tiers[level]:
+            return -1
+        self.tiers[level].reserve(entry, stored.nbytes)
+        self.index.set_resident(entry, level)
+        if stored.stop - stored.start < self.layout.chunk_tokens:
+            self._tails.setdefault(stored.parent, set()).add(stored.stop)
+        return entry
+
+    def keys_at(self, level: int) -> list[bytes]:
+        """Keys of the chunks that are resident in a tier. May be called from any thread."""
+        index = self.index
+        entries = [entry for entry in self.tiers[level].entries() if index.resident[entry] >> level & 1]
+        return [key for entry in entries if (key := index.keys[entry]) is not None]
+
+    def note_changes(self, level: int, changes: Changes) -> list[Order]:
+        """Other processes brought chunks to a tier and took some away. What they brought counts, and makes others go.
+
+        Returns orders to erase what has to go, or has no room at all.
+        """
+        tier, orders, new = self.tiers[level], [], []
+        for key in changes.gone:
+            entry = self.index.find(key)
+            if entry >= 0 and self.index.resident[entry] >> level & 1:
+                self.record("remove", tier=tier.name, chunk=self._chunk(entry), reason="removed elsewhere")
+                self._leave(entry, level, "removed elsewhere")
+        for stored in changes.arrived:
+            if self.index.find(stored.key) in tier:
+                continue
+            self._make_room(level, stored.nbytes, orders, stored.key)
+            if not tier.fits(stored.nbytes):
+                orders.append(Erase(stored.key, level))
+            elif (entry := self._take_over(level, stored)) >= 0:
+                new.append(entry)
+        self._settle(new, [level])
         return orders
 
-    def clear(self) -> list[Order]:
-        """Forget every chunk that no running request holds; returns the orders that erase their bytes."""
+    # ---------------------------------------------------------------- clearing
+
+    def clear(self, roots: Collection[bytes] | None = None) -> list[Order]:
+        """Forget every chunk that no running request holds; returns the orders that erase their bytes.
+
+        Args:
+            roots: Only chunks of prompts that begin at one of these roots.
+        """
         orders: list[Order] = []
+        chosen = None if roots is None else self.index.under(roots)
+        kept = [] if roots is None else [prompt for prompt in self.recent_prompts if prompt[0] not in roots]
+        self.recent_prompts = deque(kept, maxlen=_REMEMBERED_PROMPTS)
+        for presence in self._shared.values():
+            presence.clear()
         for level, tier in enumerate(self.tiers):
-            for entry in sorted(tier.entries(), key=lambda e: -self.index.depths[e]):
+            entries = [entry for entry in tier.entries() if chosen is None or entry in chosen]
+            for entry in sorted(entries, key=lambda e: -self.index.depths[e]):
                 if self.index.pending[entry] or self.index.in_use(entry):
                     continue  # a transfer reads or fills it
                 chunk = self._chunk(entry)
@@ -358,17 +580,18 @@ class ControlPlane:
 
     # ---------------------------------------------------------------- room and residence
 
-    def _place(self, entry: int, orders: list[Order]) -> tuple[int, tuple[int, ...]]:
+    def _place(self, entry: int, orders: list[Order], own_only: bool = False) -> tuple[int, tuple[int, ...]]:
         """Reserve room for a new chunk: (arena slot or STAGING, slower levels to write to)."""
         slot = self._arena_slot(entry, orders)
         levels = range(1 if self.memory is not None else 0, len(self.tiers))
         if self.write == "back":  # the fastest tier with room takes it; the others get it when that one evicts it
             levels = levels[: 0 if slot != STAGING else 1]
+        if own_only:
+            levels = [level for level in levels if level not in self._shared]
         write_to = tuple(level for level in levels if self._reserve_below(entry, level, orders))
         if slot != STAGING:
             for level in write_to:
-                self.memory.hold(entry)
-                self._writing.add((entry, level))
+                self._hold_while_written(entry, level)
         return slot, write_to
 
     def _arena_slot(self, entry: int, orders: list[Order]) -> int:
@@ -377,19 +600,25 @@ class ControlPlane:
         self._make_room(0, self.layout.chunk_nbytes, orders, self.index.keys[entry])
         if not self.memory.fits(self.layout.chunk_nbytes):
             return STAGING
-        self.memory.reserve(entry, self.layout.chunk_nbytes)
-        self.index.set_pending(entry, 0)
+        self._reserve(entry, 0)
         self.index.slots[entry] = self._free_slots.pop()
         return self.index.slots[entry]
 
     def _reserve_below(self, entry: int, level: int, orders: list[Order]) -> bool:
+        if level in self._starting:
+            return False
         nbytes = self.tiers[level].chunk_nbytes
         self._make_room(level, nbytes, orders, self.index.keys[entry])
         if not self.tiers[level].fits(nbytes):
             return False
-        self.tiers[level].reserve(entry, nbytes)
-        self.index.set_pending(entry, level)
+        self._reserve(entry, level)
         return True
+
+    def _reserve(self, entry: int, level: int) -> None:
+        """Room for a chunk that an order will bring; it counts as pending until the answer, or the deadline."""
+        self.tiers[level].reserve(entry, self.tiers[level].chunk_nbytes)
+        self.index.set_pending(entry, level)
+        self._awaited[entry, level] = self._clock()
 
     def _make_room(self, level: int, nbytes: int, orders: list[Order], incoming: bytes) -> None:
         tier = self.tiers[level]
@@ -418,6 +647,7 @@ class ControlPlane:
 
     def _confirm(self, entry: int, level: int) -> int:
         self.index.set_resident(entry, level)
+        self._awaited.pop((entry, level), None)
         self._departed.pop(self.index.keys[entry], None)
         if level in self._shared:
             self._shared[level].note(self.index.keys[entry])
@@ -445,12 +675,21 @@ class ControlPlane:
 
     def _vacate(self, entry: int, level: int, reason: str) -> None:
         """Bookkeeping of a chunk that is no longer in a tier."""
+        self._awaited.pop((entry, level), None)
         if self.tiers[level] is self.memory:
             self._free_slots.append(self.index.slots[entry])
             self.index.slots[entry] = -1
         if self.index.is_last_copy(entry, level):
             self._remember_departure(self.index.keys[entry], reason)
+            self._forget_tail(entry)
         self.index.clear(entry, level)
+
+    def _forget_tail(self, entry: int) -> None:
+        parent = self.index.parent_key(entry) if self._tails else b""
+        if stops := self._tails.get(parent):
+            stops.discard(self.index.stops[entry])
+            if not stops:
+                del self._tails[parent]
 
     def _remember_departure(self, key: bytes, reason: str) -> None:
         self._departed[key] = reason
@@ -480,12 +719,12 @@ class ControlPlane:
 
     # ---------------------------------------------------------------- holds
 
-    def _use(self, running: _Running, number: int) -> int:
-        if number not in running.used:
-            entry = self.index.add_chunk(running.chain[number])
+    def _use(self, running: _Running, chunk: Chunk) -> int:
+        if chunk.stop not in running.used:
+            entry = self.index.add_chunk(chunk)
             self.index.use(entry)
-            running.used[number] = entry
-        return running.used[number]
+            running.used[chunk.stop] = entry
+        return running.used[chunk.stop]
 
     def _hold(self, running: _Running, level: int, entry: int) -> None:
         self.tiers[level].hold(entry)
@@ -518,9 +757,7 @@ class ControlPlane:
     def _chunk(self, entry: int) -> Chunk:
         """Key and place of an entry, for events and erasures; without its tokens."""
         index = self.index
-        parent = index.parents[entry]
-        above = index.keys[parent] if parent >= 0 else b""
-        return Chunk(index.keys[entry], above or b"", index.starts[entry], index.stops[entry], b"")
+        return Chunk(index.keys[entry], index.parent_key(entry), index.starts[entry], index.stops[entry], b"")
 
 
 def _latest_first(found: Sequence[StoredChunk]) -> list[StoredChunk]:

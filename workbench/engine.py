@@ -10,23 +10,27 @@ same two planes live in different processes, joined by the connector's messages 
 import functools
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import astuple, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kernels.pages import PageTable
-from workbench.chunks import ChunkChain, ChunkScope, token_array
+from workbench.chunks import Boundaries, ChunkChain, ChunkScope
 from workbench.codecs import resolve_codec
 from workbench.config import CacheConfig
-from workbench.control import ControlPlane
+from workbench.control import ControlPlane, Deadlines
 from workbench.errors import InvalidInputError, LayoutError
 from workbench.events import Event, Recorder
 from workbench.explain import Explanation, explain_chain
 from workbench.layout import Identity, KVLayout
-from workbench.orders import Done, Order, Store
+from workbench.orders import Done, Load, Order, Store
+from workbench.survey import Survey
 from workbench.tiers.base import Tier, TierIndex
 from workbench.tiers.encoded import EncodedTier
 from workbench.tiers.memory import MemoryTier
@@ -34,7 +38,13 @@ from workbench.tiers.presence import Presence
 from workbench.transfers import DataPlane
 from workbench.turns import Turns
 
-__all__ = ["CacheEngine", "EventFile", "HitTokens", "Pin", "build_control", "build_data", "encoded_identity"]
+if TYPE_CHECKING:
+    from workbench.metrics import EngineMetrics, Snapshot
+
+__all__ = ["CacheEngine", "EventFile", "HitTokens", "Pin", "build_control", "build_data", "encoded_identity",
+           "survey_tiers"]  # fmt: skip
+
+_START_SECONDS = 1.0  # that a start waits for a look through a directory
 
 
 def build_control(identity: Identity, config: CacheConfig, tiers: Sequence[Tier], *, record: Recorder | None = None,
@@ -62,8 +72,9 @@ def build_control(identity: Identity, config: CacheConfig, tiers: Sequence[Tier]
         indexes.append(TierIndex(tier.name, level, capacity, chunk_nbytes=nbytes, policy=policy))
         if tier.shared:
             shared[level] = Presence(tier)
+    deadlines = Deadlines(config.deadline_seconds, config.request_deadline_seconds)
     return ControlPlane(layout, indexes, arena=arena, write=config.write, shared=shared, record=record,
-                        recompute_seconds=recompute_seconds)  # fmt: skip
+                        recompute_seconds=recompute_seconds, deadlines=deadlines)  # fmt: skip
 
 
 def build_data(identity: Identity, config: CacheConfig, *, threads: int = 2) -> DataPlane:
@@ -75,8 +86,27 @@ def build_data(identity: Identity, config: CacheConfig, *, threads: int = 2) -> 
         tiers=build_tiers(identity, config),
         staging_slots=max(1, int(config.staging_bytes) // layout.chunk_nbytes),
         threads=threads,
+        load_seconds=config.load_deadline_seconds,
         verify=config.verify,
     )
+
+
+def survey_tiers(tiers: Sequence[Tier], control: ControlPlane, config: CacheConfig, *, in_turn: Callable,
+                 carry_out: Callable[[Sequence[Order]], None]) -> list[Survey]:  # fmt: skip
+    """Take over what tiers that survive a restart hold, and look after it from then on; see `Survey`.
+
+    A small directory is taken over when this returns; a large one goes on in the background.
+    """
+    first = len(control.tiers) - len(tiers)
+    surveys = [
+        Survey(tier, level, control, in_turn=in_turn, carry_out=carry_out, every_seconds=config.disk_survey_seconds)
+        for level, tier in enumerate(tiers, first)
+        if tier.survives
+    ]
+    deadline = time.monotonic() + _START_SECONDS
+    for survey in surveys:
+        survey.wait(max(0.0, deadline - time.monotonic()))
+    return surveys
 
 
 def encoded_identity(identity: Identity, config: CacheConfig) -> Identity:
@@ -241,32 +271,47 @@ class CacheEngine:
         except Exception:
             self.data.close()
             raise
+        self._digest = identity.digest
+        self._adapters: dict[str, set[tuple[str, ...]]] = {}  # salt -> adapters that chunks were stored for
+        layout, config = identity.layout, self.config
+        self._boundaries = Boundaries.of(layout, config.boundary_tokens, config.min_chunk_tokens)
         self._serial = 0
         self._process = os.getpid()
         self._closed = False
         self._turns = Turns("kv-engine")
-        for level, tier in enumerate(self.data.tiers, self.data.first_level):
-            self.data.run(self.control.adopt(level, tier.scan()))
+        self._surveys = survey_tiers(self.data.tiers, self.control, self.config, in_turn=self._turns.run,
+                                     carry_out=self.data.run)  # fmt: skip
 
     # ---------------------------------------------------------------- the path
 
-    @_in_turn
     def lookup(self, tokens: Sequence[int], *, scope: ChunkScope = ChunkScope()) -> int:
-        """How many leading tokens could be retrieved now. Changes nothing."""
+        """How many leading tokens could be retrieved now. Changes nothing.
+
+        With nothing to take note of it only reads, so it is answered in the caller's thread and waits for no turn:
+        what another call changes meanwhile makes it at most a nomination that the load will not confirm.
+        """
         chain = self._chain(tokens, scope)
+        if not self.is_open:
+            return 0
+        if self.control.asks_others or self.data.has_report:
+            return self._turns.run(lambda: self._lookup(chain))
+        return self.control.lookup(chain)
+
+    def _lookup(self, chain: ChunkChain) -> int:
         self._settle_report()
         return self.control.lookup(chain) if self.is_open else 0
 
     @_in_turn
     def store(self, tokens: Sequence[int], pages: PageTable, *, blocks: Sequence[int],
-              scope: ChunkScope = ChunkScope()) -> int:  # fmt: skip
-        """Save the KV of every full chunk that is not saved yet.
+              scope: ChunkScope = ChunkScope(), partial: bool | None = None) -> int:  # fmt: skip
+        """Save the KV of every whole chunk that is not saved yet.
 
         Args:
             tokens: Token ids from the start of the prompt.
             pages: The paged KV cache that holds their KV.
             blocks: Block table: block i holds tokens i*block_size to (i+1)*block_size.
             scope: Salt, LoRA and multimodal inputs of the request.
+            partial: Save the tail behind the last whole chunk, too, to the last token. By default as in the settings.
 
         Returns:
             Tokens whose KV this call took over from the pages: into the memory tier, or, without room there, on its
@@ -277,12 +322,15 @@ class CacheEngine:
             LayoutError: Pages of another shape than the layout says.
         """
         chain = self._chain(tokens, scope)
-        self._check_pages(pages, blocks, len(chain) * self.identity.layout.blocks_per_chunk)
+        tail = self.config.store_partial if partial is None else partial
+        self._check_pages(pages, blocks, chain.num_tokens if tail else chain.end(len(chain)))
         if not self.is_open:
             return 0
+        if scope.lora:
+            self._adapters.setdefault(scope.salt, set()).add(tuple(scope.lora))
         request = self._begin(chain, reuse_tokens=None)
         try:
-            orders = self.control.plan_stores(request, chain.num_tokens, blocks)
+            orders = self.control.plan_stores(request, chain.num_tokens, blocks, tail=tail)
             report = self._carry_out(orders, pages)
         finally:
             self._end(request)
@@ -296,15 +344,14 @@ class CacheEngine:
     @_in_turn
     def retrieve(self, tokens: Sequence[int], pages: PageTable, *, blocks: Sequence[int],
                  scope: ChunkScope = ChunkScope()) -> "HitTokens":  # fmt: skip
-        """Fill blocks with the longest saved prefix; returns its length in tokens, a multiple of the chunk size.
+        """Fill blocks with the longest saved prefix; returns its length in tokens: whole chunks and perhaps a tail.
 
-        Blocks beyond the returned length may have been written to. A chunk that turns out damaged ends the prefix.
-        The returned number's `mask` says the same token by token.
+        Blocks, and slots of the last block, beyond the returned length may have been written to. A chunk that turns
+        out damaged ends the prefix. The returned number's `mask` says the same token by token.
         """
         chain = self._chain(tokens, scope)
-        self._settle_report()
-        hit = self.control.lookup(chain) if self.is_open else 0
-        self._check_pages(pages, blocks, hit // self.identity.layout.block_size)
+        hit = self._lookup(chain)
+        self._check_pages(pages, blocks, hit)
         return HitTokens(self._load(chain, hit, blocks, pages) if hit else self._miss(chain), chain.num_tokens)
 
     @_in_turn
@@ -315,22 +362,19 @@ class CacheEngine:
             Leading tokens that lie in the memory tier afterwards; 0 without a memory tier. Counts as no lookup.
         """
         chain = self._chain(tokens, scope)
-        self._settle_report()
-        hit = self.control.lookup(chain) if self.is_open else 0
+        hit = self._lookup(chain)
         if not hit or self.control.memory is None:
             return 0
-        nowhere = [-1] * (hit // self.identity.layout.block_size)
+        nowhere = [-1] * self.identity.layout.blocks_of(hit)
         self._load(chain, hit, nowhere, self.data.any_pages(), counted=False)
-        entries = (self.control.index.find(chunk.key) for chunk in chain)
-        return sum(1 for _ in takewhile(lambda e: e >= 0 and e in self.control.memory, entries)) * chain.chunk_tokens
+        return self.control.in_memory(chain, hit)
 
     @_in_turn
     def pin(self, tokens: Sequence[int], *, scope: ChunkScope = ChunkScope()) -> "Pin":
         """Keep the longest saved prefix from eviction, in every tier that has it, until `unpin`."""
         chain = self._chain(tokens, scope)
-        self._settle_report()
-        hit = self.control.lookup(chain) if self.is_open else 0
-        return Pin(hit, self.control.hold_prefix(chain, hit // chain.chunk_tokens) if hit else ())
+        hit = self._lookup(chain)
+        return Pin(hit, self.control.hold_prefix(chain, hit) if hit else ())
 
     @_in_turn
     def unpin(self, pin: "Pin") -> None:
@@ -350,13 +394,35 @@ class CacheEngine:
 
     # ---------------------------------------------------------------- the rest
 
+    def clear(self, namespace: str | ChunkScope | None = None) -> None:
+        """Remove every chunk, or those of one namespace, from every tier. What a pin or a running call holds stays.
+
+        Args:
+            namespace: A salt: what was stored under it, for the base model and for each adapter that this engine has
+                stored for since it started. A scope: what was stored under exactly this salt and adapter.
+
+        A tier that others share is cleared of what this engine knows to be there.
+        """
+        for survey in self._surveys:
+            survey.wait(self.config.deadline_seconds)  # what is not taken over yet would be left out
+        self._clear(namespace)
+
     @_in_turn
-    def clear(self) -> None:
-        """Remove every chunk from every tier."""
-        if self.is_open:
-            self.data.flush()
-            self._settle_report()
-            self.data.run(self.control.clear())
+    def _clear(self, namespace: str | ChunkScope | None) -> None:
+        if not self.is_open:
+            return
+        self.data.flush()
+        self._settle_report()
+        self.data.run(self.control.clear(None if namespace is None else self._roots(namespace)))
+        self.data.flush()
+
+    def _roots(self, namespace: str | ChunkScope) -> set[bytes]:
+        if isinstance(namespace, ChunkScope):
+            return {namespace.root_under(self._digest)}
+        if not isinstance(namespace, str):
+            raise InvalidInputError(f"a namespace is a salt or a ChunkScope; got {type(namespace).__name__}")
+        adapters = {(), *self._adapters.get(namespace, ())}
+        return {ChunkScope(namespace, lora).root_under(self._digest) for lora in adapters}
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until what was stored has reached every tier; False when the time ran out first."""
@@ -394,6 +460,24 @@ class CacheEngine:
             "tiers": {tier.name: vars(tier) for tier in uses},
         }
 
+    def metrics(self) -> "EngineMetrics":
+        """The figures for Prometheus: `REGISTRY.register(engine.metrics())`, or `print(engine.metrics())`."""
+        from workbench.metrics import EngineMetrics
+
+        return EngineMetrics(self._snapshot)
+
+    @_in_turn
+    def _snapshot(self) -> "Snapshot":
+        from workbench.metrics import Snapshot, TierState
+
+        slower: list[Tier | None] = [None] * self.data.first_level + self.data.tiers
+        states = []
+        for level, (use, tier) in enumerate(zip(self._tier_uses(), slower, strict=True)):
+            breaker = tier.breaker if tier is not None else None
+            found = (None, 0) if breaker is None else (not breaker.allows, breaker.trips)
+            states.append(TierState(*astuple(use), self.data.queued(level), *found))
+        return Snapshot(deepcopy(self.record.totals), states)
+
     @property
     def is_open(self) -> bool:
         return not self._closed and os.getpid() == self._process
@@ -401,6 +485,8 @@ class CacheEngine:
     def close(self) -> None:
         """Finish what is queued, within seconds, and release memory, threads and files; twice is fine."""
         if self.is_open:
+            for survey in self._surveys:
+                survey.close()
             self._turns.run(self._close)
             self._turns.close()
 
@@ -425,11 +511,13 @@ class CacheEngine:
         """Carry out the loads of a hit; returns the tokens that arrived from the first one on."""
         request = self._begin(chain, reuse_tokens=hit if counted else None)
         try:
-            report = self._carry_out(self.control.plan_loads(request, 0, hit, blocks), pages)
+            orders = self.control.plan_loads(request, 0, hit, blocks)
+            report = self._carry_out(orders, pages)
         finally:
             self._end(request)
         loaded = {done.key for done in report if done.request == request and not done.reason}
-        return self._prefix_of(chain, hit, loaded)
+        arrived = takewhile(lambda chunk: chunk.key in loaded, (o.chunk for o in orders if isinstance(o, Load)))
+        return max((chunk.stop for chunk in arrived), default=0)
 
     def _miss(self, chain: ChunkChain) -> int:
         if self.is_open:
@@ -437,8 +525,8 @@ class CacheEngine:
         return 0
 
     def _chain(self, tokens: Sequence[int], scope: ChunkScope) -> ChunkChain:
-        chain = ChunkChain(scope.root(self.identity), self.identity.layout.chunk_tokens, scope)
-        return chain.extend(token_array(tokens))
+        root = scope.root_under(self._digest)
+        return ChunkChain(root, self.identity.layout.chunk_tokens, scope, self._boundaries).extend(tokens)
 
     def _begin(self, chain: ChunkChain, reuse_tokens: int | None) -> str:
         self._settle_report()
@@ -456,8 +544,10 @@ class CacheEngine:
         if self._event_file is not None:
             self._event_file.flush()
 
-    def _check_pages(self, pages: PageTable, blocks: Sequence[int], needed: int) -> None:
-        layout, used = self.identity.layout, list(blocks[:needed])
+    def _check_pages(self, pages: PageTable, blocks: Sequence[int], num_tokens: int) -> None:
+        layout = self.identity.layout
+        needed = layout.blocks_of(num_tokens)
+        used = list(blocks[:needed])
         if len(pages.pages) != layout.num_layers or pages.page_nbytes != layout.page_nbytes:
             raise LayoutError(
                 f"{len(pages.pages)} layers with pages of {pages.page_nbytes} bytes; this engine was built for "
@@ -477,12 +567,6 @@ class CacheEngine:
         report = self.data.take_report()
         self.control.apply(report)
         return report
-
-    def _prefix_of(self, chain: ChunkChain, hit: int, loaded: set[bytes]) -> int:
-        tokens = 0
-        while tokens < hit and chain[tokens // chain.chunk_tokens].key in loaded:
-            tokens += chain.chunk_tokens
-        return tokens
 
     def _settle_report(self) -> None:
         if self.is_open:

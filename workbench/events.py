@@ -1,15 +1,18 @@
 """What happened, in order. Every statistic, metric and plot is computed from these events and from nothing else."""
 
+import os
 import time
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import polars
 
-__all__ = ["EVENT_KINDS", "Event", "Recorder", "Totals", "events_frame"]
+__all__ = ["EVENT_KINDS", "SECONDS_BUCKETS", "Event", "Recorder", "Totals", "events_frame"]
 
 EVENT_KINDS = {
     "lookup": "a request was admitted; tokens = prompt tokens that were looked up, those of the serving engine's own "
@@ -43,14 +46,20 @@ class Event(NamedTuple):
     reason: str  # "" where nothing went wrong
 
 
+# Upper ends, in seconds, of the classes in which loads and stores are counted; the last class has none.
+SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+
+
 @dataclass
 class Totals:
     """Running sums over events; `add` is the only writer."""
 
     counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # (kind, tier, reason) -> events
     tokens: Counter[str] = field(default_factory=Counter)  # kind -> tokens
+    tier_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)  # (kind, tier) -> tokens
     nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)  # (kind, tier) -> bytes
     seconds: Counter[tuple[str, str]] = field(default_factory=Counter)  # (kind, tier) -> seconds
+    buckets: Counter[tuple[str, str, int]] = field(default_factory=Counter)  # (kind, tier, bucket) -> loads or stores
     requests_with_hit: int = 0
 
     def add(self, event: Event) -> None:
@@ -58,6 +67,9 @@ class Totals:
         if event.reason and event.kind in ("load", "store"):
             return
         self.tokens[event.kind] += event.tokens
+        self.tier_tokens[event.kind, event.tier] += event.tokens
+        if event.kind in ("load", "store"):
+            self.buckets[event.kind, event.tier, bisect_left(SECONDS_BUCKETS, event.seconds)] += 1
         self.nbytes[event.kind, event.tier] += event.nbytes
         self.seconds[event.kind, event.tier] += event.seconds
         self.requests_with_hit += event.kind == "reuse" and event.tokens > 0
@@ -119,6 +131,16 @@ class Recorder:
     def frame(self) -> "polars.DataFrame":
         """The kept events as a polars frame, one column a field."""
         return events_frame(self.events)
+
+    def to_parquet(self, path: str | Path) -> None:
+        """Write the kept events to a Parquet file, whole or not at all."""
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            self.frame().write_parquet(temporary)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def events_frame(events: Iterable[Event]) -> "polars.DataFrame":

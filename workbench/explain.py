@@ -21,9 +21,10 @@ class Explanation:
         prompt_tokens: Tokens of the prompt.
         hit_tokens: What would be loaded now.
         hit_tiers: Tier of each hit chunk, in order.
-        chunk_tokens: Tokens of a chunk.
+        chunk_tokens: Tokens of a full chunk.
         shared_tokens: The longest prefix that it shares with one of the prompts served last under the same identity
             and scope, to the token.
+        shared_chunk_tokens: What whole chunks of this prompt cover of that.
         miss_reason: Why the first chunk that does not hit does not; "" if all hit.
     """
 
@@ -32,21 +33,22 @@ class Explanation:
     hit_tiers: tuple[str, ...]
     chunk_tokens: int
     shared_tokens: int
+    shared_chunk_tokens: int
     miss_reason: str
 
     @property
     def lost_to_chunk_size(self) -> int:
         """Shared tokens that do not fill a chunk."""
-        return max(0, self.shared_tokens - self.shared_tokens // self.chunk_tokens * self.chunk_tokens)
+        return self.shared_tokens - self.shared_chunk_tokens
 
     def __str__(self) -> str:
         parts = [f"{self.hit_tokens} of {self.prompt_tokens} tokens hit"]
-        if self.prompt_tokens < self.chunk_tokens:
+        if not self.hit_tokens and self.prompt_tokens < self.chunk_tokens:
             parts.append(f"the prompt is shorter than a chunk of {self.chunk_tokens} tokens")
         elif self.miss_reason == "never stored":
             parts.append(self._divergence())
         elif self.miss_reason:
-            parts.append(f"chunk {self.hit_tokens // self.chunk_tokens}: {self.miss_reason}")
+            parts.append(f"chunk {len(self.hit_tiers)}: {self.miss_reason}")
         elif tail := self.prompt_tokens - self.hit_tokens:
             parts.append(f"the last {tail} tokens do not fill a chunk")
         return "; ".join(parts)
@@ -54,20 +56,22 @@ class Explanation:
     def _divergence(self) -> str:
         if self.shared_tokens == 0:
             return "diverges at token 0 from every prompt served lately"
-        if self.shared_tokens < self.chunk_tokens:
+        if not self.shared_chunk_tokens:
             return f"shared {self.shared_tokens} tokens < chunk {self.chunk_tokens}"
         return f"shared {self.shared_tokens} tokens, {self.lost_to_chunk_size} lost to chunk size"
 
 
 def explain_chain(control: "ControlPlane", chain: ChunkChain) -> Explanation:
     """What a control plane would answer for a chain of chunks, and why."""
-    hit_chunks = control.lookup(chain) // chain.chunk_tokens
-    tiers = [control.tiers[control.index.level(control.index.find(chain[n].key))].name for n in range(hit_chunks)]
-    reason = control.miss_reason(chain[hit_chunks]) if hit_chunks < len(chain) else ""
-    tokens = chain.tokens()
+    hit, tokens = control.lookup(chain), chain.tokens()
+    levels = [control.index.level(control.index.find(chunk.key)) for chunk in control.covering(chain, 0, hit)]
+    whole = chain.whole(hit)
+    reason = control.miss_reason(chain[whole]) if whole < len(chain) else ""
     others = (other for root, other in control.recent_prompts if root == chain.root)
     shared = max((common_prefix_tokens(tokens, other) for other in others), default=0)
-    return Explanation(len(tokens), hit_chunks * chain.chunk_tokens, tuple(tiers), chain.chunk_tokens, shared, reason)
+    tiers = tuple(control.tiers[level].name for level in levels)
+    covered = chain.end(chain.whole(shared))
+    return Explanation(len(tokens), hit, tiers, chain.chunk_tokens, shared, covered, reason)
 
 
 def common_prefix_tokens(a: np.ndarray, b: np.ndarray) -> int:

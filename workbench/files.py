@@ -1,12 +1,17 @@
 """The one place where files are touched, so that a test can make any single call fail.
 
-`Files` is the real thing. A test subclasses it and raises, shortens or delays the call it is about.
+`Files` is the real thing. A test subclasses it and raises, shortens or delays the call it is about. `Beside` is a
+second thread for one of two halves of a large transfer.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-__all__ = ["Files"]
+__all__ = ["Beside", "Files"]
+
+T = TypeVar("T")
 
 
 class Files:
@@ -48,3 +53,29 @@ class Files:
     def scan(self, path: str) -> Iterator[os.DirEntry]:
         with os.scandir(path) as entries:
             yield from entries
+
+
+class Beside:
+    """A thread that takes one half of a piece of work while the caller does the other.
+
+    Args:
+        name: Of the thread, which starts with the first work.
+    """
+
+    def __init__(self, name: str):
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def start(self, call: Callable[[], T]) -> Callable[[], T]:
+        """Begin a call beside the caller's own work; what is returned gives its result, or raises as it did.
+
+        A thread that did not come to it, because the machine is busy, or that is closed does no harm: then the caller
+        makes the call itself when it asks for the result. It must ask, for until then the call may be under way.
+        """
+        try:
+            later = self._pool.submit(call)
+        except RuntimeError:  # closed
+            return call
+        return lambda: call() if later.cancel() else later.result()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -5,6 +5,7 @@ Columns are flat arrays, so that a million chunks stay within a few hundred byte
 """
 
 from array import array
+from collections.abc import Collection, Iterable
 
 from workbench.chunks import Chunk
 
@@ -32,6 +33,7 @@ class ChunkIndex:
         self.pending = array("B")
         self._users = array("i")  # running requests that hold the entry, so that it is not recycled
         self._links = array("i")  # known entries that name this one as their parent, resident or not
+        self._tops: dict[int, bytes] = {}  # entries without a known parent -> its key: for a first chunk, the root
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -39,6 +41,16 @@ class ChunkIndex:
     def find(self, key: bytes) -> int:
         """Entry of a key, or -1."""
         return self._entries.get(key, -1)
+
+    def leading(self, keys: Iterable[bytes], levels: int) -> int:
+        """How many of the keys, from the first on, are resident in one of the levels (bits). Asks for no key more."""
+        entries, resident, number = self._entries, self.resident, 0
+        for key in keys:
+            entry = entries.get(key, -1)
+            if entry < 0 or not resident[entry] & levels:
+                break
+            number += 1
+        return number
 
     def add(self, key: bytes, parent: bytes, start: int, stop: int) -> int:
         """Entry of a chunk, made if there is none. Its parent need not be known."""
@@ -64,9 +76,28 @@ class ChunkIndex:
         self._entries[key] = entry
         if above >= 0:
             self._link(entry, above)
+        else:
+            self._tops[entry] = parent
         return entry
 
+    def parent_key(self, entry: int) -> bytes:
+        """Key of the chunk before an entry's; the root before a first chunk."""
+        above = self.parents[entry]
+        return (self.keys[above] or b"") if above >= 0 else self._tops[entry]
+
+    def under(self, roots: Collection[bytes]) -> set[int]:
+        """Entries of all chunks whose prompts begin at one of these roots."""
+        inside = {entry: root in roots for entry, root in self._tops.items()}
+        for entry in self._entries.values():
+            path = []
+            while entry not in inside:
+                path.append(entry)
+                entry = self.parents[entry]
+            inside.update(dict.fromkeys(path, inside[entry]))
+        return {entry for entry, belongs in inside.items() if belongs}
+
     def _link(self, entry: int, parent: int) -> None:
+        self._tops.pop(entry, None)
         self.parents[entry], self.depths[entry] = parent, self.depths[parent] + 1
         self._links[parent] += 1
         self.children[parent] += self.anywhere(entry)
@@ -127,6 +158,7 @@ class ChunkIndex:
             if key is None or self.anywhere(entry) or self._links[entry] or self._users[entry]:
                 return
             del self._entries[key]
+            self._tops.pop(entry, None)
             self.keys[entry] = None
             self._free.append(entry)
             entry = self.parents[entry]

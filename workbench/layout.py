@@ -93,6 +93,10 @@ class KVLayout:
         """Bytes of KV of one token, all layers, uncompressed."""
         return self.chunk_nbytes // self.chunk_tokens
 
+    def blocks_of(self, num_tokens: int) -> int:
+        """Blocks that so many tokens take, the last one perhaps filled in part."""
+        return -(-num_tokens // self.block_size)
+
     @property
     def chunk_shape(self) -> tuple[int, int, int]:
         return self.num_layers, self.blocks_per_chunk, self.page_nbytes

@@ -44,11 +44,16 @@ class Load(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Copy a chunk from the arena one or more tiers down before its slot is used anew. Only the chunk's key counts."""
+    """Copy a chunk from the arena one or more tiers down. Only the chunk's key counts.
+
+    A chunk that does not stay is copied aside first, for its slot is used anew; one that stays is held in its slot
+    until the write is reported, and is not worth waiting for a full queue.
+    """
 
     chunk: Chunk
     slot: int
     level: int
+    stays: bool = False
 
 
 class Erase(NamedTuple):

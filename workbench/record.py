@@ -61,11 +61,12 @@ def header_nbytes(num_tokens: int) -> int:
     return -(-(_FIXED.size + _SEAL + 4 * num_tokens) // ALIGNMENT) * ALIGNMENT
 
 
-def pack_header(chunk: Chunk, identity: bytes, payload: np.ndarray) -> bytes:
-    """Header of a chunk's record, padded to where the payload begins."""
+def pack_header(chunk: Chunk, identity: bytes, payload: np.ndarray, *, digest: bytes | None = None) -> bytes:
+    """Header of a chunk's record, padded to where the payload begins. `digest` is the payload's, if it is known."""
     size = header_nbytes(chunk.num_tokens)
+    digest = digest or xxhash.xxh3_128_digest(payload)
     fixed = _FIXED.pack(MAGIC, FORMAT_VERSION, size, chunk.key, chunk.parent, identity, chunk.start, chunk.stop,
-                        payload.nbytes, xxhash.xxh3_128_digest(payload))  # fmt: skip
+                        payload.nbytes, digest)  # fmt: skip
     sealed = fixed + xxhash.xxh3_128_digest(fixed + chunk.tokens) + chunk.tokens
     return sealed.ljust(size, b"\0")
 

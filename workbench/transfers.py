@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -105,13 +105,14 @@ class DataPlane:
         staging_slots: Chunks that may be on their way to slower tiers without a place in the memory tier; more are
             dropped, and counted.
         threads: Threads that read from slower tiers at a time.
+        load_seconds: The longest that a request waits for chunks from slower tiers; what is late is a miss.
         verify: Keep a digest of each stored chunk and compare the pages after every load. Costs one pass over the
             bytes each way; for tests and for tracking down a fault.
     """
 
     def __init__(self, layout: KVLayout, *, memory_slots: int, tiers: Sequence[Tier] = (), staging_slots: int = 8,
-                 threads: int = 2, verify: bool = False):  # fmt: skip
-        self.layout, self.verify = layout, verify
+                 threads: int = 2, load_seconds: float = 5.0, verify: bool = False):  # fmt: skip
+        self.layout, self.verify, self.threads, self.load_seconds = layout, verify, threads, load_seconds
         self.first_level = 1 if memory_slots else 0
         self.tiers = list(tiers)
         self.arena = Arena(layout, memory_slots, staging_slots if tiers else 0, 4 * threads if tiers else 0)
@@ -183,6 +184,10 @@ class DataPlane:
         with self._lock:
             report, self._report = self._report, []
         return report
+
+    def queued(self, level: int) -> int:
+        """Writes and erasures that wait for a slower tier; 0 for the arena."""
+        return self._queued[level - self.first_level] if level >= self.first_level else 0
 
     def take_bad_blocks(self) -> set[int]:
         """Blocks that a failed load left without valid KV, since the last call."""
@@ -377,7 +382,27 @@ class DataPlane:
         """Bring each chunk into its slot; "" or the reason why not."""
         if all(order.level < self.first_level for order in orders):
             return [self._check_slot(order, slot) for order, slot in zip(orders, slots, strict=True)]
-        return list(self._readers.map(self._fetch_one, orders, slots))
+        pool = self._readers
+        reads = [pool.submit(self._fetch_one, order, slot) for order, slot in zip(orders, slots, strict=True)]
+        late = wait(reads, timeout=self.load_seconds).not_done
+        reasons = [
+            self._give_up(read, order, slot) if read in late else read.result()
+            for read, order, slot in zip(reads, orders, slots, strict=True)
+        ]
+        if late:  # its threads may be stuck for good
+            pool.shutdown(wait=False)
+            self._readers = ThreadPoolExecutor(self.threads, thread_name_prefix="kv-read")
+        return reasons
+
+    def _give_up(self, read: Future, order: Load, slot: int) -> str:
+        """A read that takes too long is a miss. Nobody uses its slot until it ends; its tier is left alone."""
+        if not read.cancel():
+            with self._lock:
+                self.arena.leaving[slot] += 1
+            read.add_done_callback(lambda _: self._left(slot))
+        if order.level >= self.first_level and (breaker := self.tiers[order.level - self.first_level].breaker):
+            breaker.trip("timeout")
+        return "timeout"
 
     def _fetch_one(self, order: Load, slot: int) -> str:
         if order.level < self.first_level:

@@ -35,7 +35,7 @@ from vllm.logger import init_logger
 from workbench.chunks import Boundaries, ChunkChain
 from workbench.config import CacheConfig
 from workbench.connectors.vllm_identity import identity_of, scope_of
-from workbench.connectors.vllm_metrics import TransferMetrics, TransferStats
+from workbench.connectors.vllm_metrics import CacheFigures, TransferMetrics, TransferStats
 from workbench.engine import EventFile, build_control, build_data, build_tiers, encoded_identity, survey_tiers
 from workbench.errors import EngineRunningError
 from workbench.events import Recorder
@@ -138,6 +138,7 @@ class _Scheduler:
         self.sink = EventFile(config.events_path) if config.events_path else None
         self.tiers = build_tiers(self.identity, config)  # to find what they hold; the bytes are the workers' business
         self.control = build_control(self.identity, config, self.tiers, record=Recorder(sink=self.sink))
+        self._figures = CacheFigures(self.control)
         self.orders = StepOrders()
         self._quorum = Quorum(vllm_config.parallel_config.world_size, config.deadline_seconds)
         layout = self.identity.layout
@@ -232,9 +233,11 @@ class _Scheduler:
         if self.sink is not None:
             self.sink.flush()
 
-    @_one_at_a_time
     def reset(self) -> None:
-        self.orders.stores += self.control.clear()
+        for survey in self._surveys:
+            survey.wait(self.config.deadline_seconds)  # what is not taken over yet would be left out
+        with self._lock:
+            self.orders.stores += self.control.clear()
 
     def _chain(self, request: Any) -> ChunkChain | None:
         """Keys of a request, extended by what it has generated since; None if it cannot be cached."""
@@ -248,6 +251,11 @@ class _Scheduler:
         if chain.num_tokens < request.num_tokens:
             chain.extend(request.all_token_ids[chain.num_tokens :])
         return chain
+
+    @_one_at_a_time
+    def take_stats(self) -> TransferStats | None:
+        stats = self._figures.take()
+        return None if stats.is_empty() else stats
 
     def close(self) -> None:
         for survey in self._surveys:
@@ -413,7 +421,7 @@ class WorkbenchConnector(KVConnectorBase_V1):
         return self.half.report()
 
     def get_kv_connector_stats(self):
-        return self.half.take_stats() if isinstance(self.half, _Worker) else None
+        return self.half.take_stats()
 
     # ---------------------------------------------------------------- both
 

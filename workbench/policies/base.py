@@ -13,14 +13,16 @@ Score form: `touch(c)` and `score(c) -> float`; the lowest-scored unpinned leaf 
 
 A chunk `c` is a small integer. Optional methods: `on_remove(c)` (the chunk left without being evicted; by default the
 engine skips it when evict() names it later), `on_return(c)` (a candidate that is pinned or has resident children is
-put back where evict() took it from; default on_insert), `is_ghost(c)` (true while the policy remembers the evicted
-chunk c; without it a chunk's fields are zero when it is inserted), `on_evict(c)` (score form: c is about to go), and
-`admit(c, victim)` (replay only: false keeps the missing chunk c out and the victim in). A `table` holds what is not per
+put back where evict() took it from; default on_insert), `on_leaf(c)` (c lost its last resident child, or its pins),
+`is_ghost(c)` (true while the policy remembers the evicted chunk c; without it a chunk's fields are zero when it is
+inserted), `on_evict(c)` (score form: c is about to go), and `admit(c, victim)` (replay only: false keeps the missing
+chunk c out and the victim in). A `table` holds what is not per
 chunk, such as a sketch: fields like those of chunks, indexed from 0 to self.table_entries - 1, a power of two that is
 at least `table_size` for each chunk of capacity and at least `table_min`. `compile = False` keeps a class plain Python,
 to step through it in a debugger.
 """
 
+import difflib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -62,8 +64,11 @@ ENGINE_SCALARS = {
     "incoming": "i8",  # inside evict(): the chunk that needs the room, -1 if the engine does not know it
     "table_entries": "i8",  # entries of the side table, a power of two
 }
+FIELD_TYPES = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8")
 QUEUE_METHODS = ("on_hit", "on_insert", "evict")
-HOOKS = (*QUEUE_METHODS, "touch", "score", "on_evict", "on_remove", "on_return", "is_ghost", "admit")
+QUEUE_ONLY = (*QUEUE_METHODS, "on_remove", "on_return", "on_leaf")
+SCORE_ONLY = ("touch", "score", "on_evict")
+HOOKS = (*QUEUE_ONLY, *SCORE_ONLY, "is_ghost", "admit")
 _registered: dict[str, type] = {}
 
 
@@ -100,7 +105,8 @@ def policy(cls: type) -> type:
     """Check the form of a policy class, give it a constructor from its scalars, and register it by its name.
 
     Raises:
-        InvalidInputError: A method is missing, or a declared name clashes with one that the engine provides.
+        InvalidInputError: A method is missing, misnamed or of the other form, a type is unknown, or a declared name
+            clashes with one that the engine provides.
     """
     _registered[cls.__name__] = take_form(cls)
     return cls
@@ -140,24 +146,60 @@ def _read_form(cls: type) -> PolicyForm:
         methods.update({name: f for name, f in vars(base).items() if callable(f) and hasattr(f, "__code__")})
     # A subclass of a policy inherits the constructor that @policy gave its base; that one is not the author's.
     methods = {name: f for name, f in methods.items() if f not in (_set_scalars, _show_scalars)}
-    scored = "score" in methods
-    missing = [name for name in QUEUE_METHODS if name not in methods]
-    if not scored and missing:
-        raise InvalidInputError(
-            f"policy {cls.__name__} lacks {', '.join(missing)}; it needs on_hit, on_insert and evict, or score"
-        )
+    _check_methods(cls.__name__, methods)
     form = PolicyForm(
         name=cls.__name__,
-        fields=dict(getattr(cls, "fields", {})),
-        scalars=dict(getattr(cls, "scalars", {})),
-        table=dict(getattr(cls, "table", {})),
+        fields=_declared(cls, "fields"),
+        scalars=_declared(cls, "scalars"),
+        table=_declared(cls, "table"),
         table_size=int(getattr(cls, "table_size", 1)),
         table_min=int(getattr(cls, "table_min", 1)),
-        scored=scored,
+        scored="score" in methods,
         methods=methods,
     )
     _check_names(form)
+    _check_types(form)
     return form
+
+
+def _check_methods(policy_name: str, methods: dict[str, Any]) -> None:
+    """One form, whole, with the engine's names and arguments."""
+    other = QUEUE_ONLY if "score" in methods else SCORE_ONLY
+    mixed = [name for name in other if name in methods]
+    missing = [name for name in QUEUE_METHODS if name not in methods]
+    for name in methods:
+        if name.startswith("on_") and name not in HOOKS:
+            meant = difflib.get_close_matches(name, HOOKS, 1)
+            hint = f"; did you mean {meant[0]}?" if meant else ""
+            raise InvalidInputError(f"policy {policy_name} defines {name}, which the engine never calls{hint}")
+    if "score" in methods and mixed:
+        raise InvalidInputError(
+            f"policy {policy_name} defines score and {', '.join(mixed)}: in the score form the engine keeps the order "
+            "itself; define touch and score, or on_hit, on_insert and evict"
+        )
+    if "score" not in methods and missing:
+        raise InvalidInputError(
+            f"policy {policy_name} lacks {', '.join(missing)}; it needs on_hit, on_insert and evict, or score"
+        )
+    if "score" not in methods and mixed:
+        raise InvalidInputError(
+            f"policy {policy_name} defines {', '.join(mixed)}, which only the score form has; "
+            "in the queue form that work belongs in on_hit, on_insert and evict"
+        )
+    for name in methods.keys() & set(HOOKS):
+        wanted = {"evict": (), "admit": ("c", "victim")}.get(name, ("c",))
+        code = methods[name].__code__
+        if code.co_argcount != 1 + len(wanted) or code.co_kwonlyargcount:
+            got = ", ".join(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+            raise InvalidInputError(f"policy {policy_name}: {name}({got}) must take ({', '.join(('self', *wanted))})")
+
+
+def _declared(cls: type, what: str) -> dict[str, Any]:
+    value = getattr(cls, what, {})
+    if not isinstance(value, dict):
+        example = "dict(head=-1)" if what == "scalars" else 'dict(used="f8")'
+        raise InvalidInputError(f"{what} of policy {cls.__name__} must be a dict such as {example}, got {value!r}")
+    return dict(value)
 
 
 def _check_names(form: PolicyForm) -> None:
@@ -168,6 +210,14 @@ def _check_names(form: PolicyForm) -> None:
             raise InvalidInputError(
                 f"policy {form.name} may not declare {name!r}: names are unique, have no leading underscore, and "
                 f"differ from its methods and from what the engine provides: {', '.join(sorted(taken))}"
+            )
+
+
+def _check_types(form: PolicyForm) -> None:
+    for name, kind in {**form.fields, **form.table}.items():
+        if kind not in FIELD_TYPES:
+            raise InvalidInputError(
+                f"field {name!r} of policy {form.name} has type {kind!r}; types are {', '.join(FIELD_TYPES)}"
             )
     for name, value in form.scalars.items():
         if not isinstance(value, int | float):

@@ -6,8 +6,11 @@ policy class -> rewriting -> generating (+ _hooks, _order, _scored, replay loops
 import ast
 import copy
 import re
+import sys
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,9 @@ from workbench.policies.plain import bind, make_row
 from workbench.policies.rewriting import NotCompilableError, Rewritten, rewrite
 
 __all__ = ["Built", "PlainPolicyWarning", "State", "build", "make_state", "try_out"]
+
+
+LINES_A_REQUEST = 20_000  # of plain Python when a policy is tried out; shipped ones need some hundred
 
 
 class PlainPolicyWarning(UserWarning):
@@ -125,31 +131,70 @@ def try_out(policy: Any, requests: int = 40) -> None:
     """Run a policy as plain Python on a few made-up requests, where a mistake is an error and not foreign memory.
 
     Raises:
-        PolicyError: One of its methods raised; names the line. (What evict() returns is checked in every run.)
+        PolicyError: One of its methods raised, returned no number, or did not end; names the line. (Which chunk evict()
+            returns is checked in every run.)
     """
     form = form_of(policy)
     built = write_module(form, None, object_semantics=False, loops=None)
     state = make_state(built, policy, chunks=24, capacity=6)
-    m, s, r, t = state.module, state.s, state.r, state.t
-    resident: set[int] = set()
+    for name in ("score",) if form.scored else ("evict",):
+        setattr(state.module, name, _returning_a_number(name, getattr(state.module, name)))
     try:
-        for request in range(requests):
-            r.now, r.request = 0.5 * request, request
-            c = request * request % 8  # chunks c, c + 8, c + 16 are a prefix
-            chain = [c, c + 8, c + 16][: 1 + request % 3]
-            for above, b in zip([-1, *chain], chain, strict=False):
-                if b not in resident and len(resident) == 6:
-                    victim = m.next_victim(s, r, t, b)
-                    if victim < 0:
-                        return
-                    resident.remove(victim)
-                if b not in resident and (above < 0 or above in resident):
-                    s[b].parent = above
-                    m.enter(s, r, t, b)
-                    resident.add(b)
-            m.settle(s, r, t, [b for b in chain if b in resident], 0, sum(b in resident for b in chain), True)
+        with _ending(requests * LINES_A_REQUEST):
+            _made_up_requests(state, requests)
     except Exception as error:
         raise PolicyError(_where(error, form, policy)) from error
+
+
+def _made_up_requests(state: State, requests: int) -> None:
+    m, s, r, t = state.module, state.s, state.r, state.t
+    resident: set[int] = set()
+    for request in range(requests):
+        r.now, r.request = 0.5 * request, request
+        c = request * request % 8  # chunks c, c + 8, c + 16 are a prefix
+        chain = [c, c + 8, c + 16][: 1 + request % 3]
+        for above, b in zip([-1, *chain], chain, strict=False):
+            if b not in resident and len(resident) == 6:
+                victim = m.next_victim(s, r, t, b)
+                if victim < 0:
+                    return
+                resident.remove(victim)
+            if b not in resident and (above < 0 or above in resident):
+                s[b].parent = above
+                m.enter(s, r, t, b)
+                resident.add(b)
+        m.settle(s, r, t, [b for b in chain if b in resident], 0, sum(b in resident for b in chain), True)
+
+
+def _returning_a_number(name: str, method: Any) -> Any:
+    def checked(*arguments: Any) -> Any:
+        value = method(*arguments)
+        if not isinstance(value, int | float | np.number):
+            wanted = "the number of a chunk" if name == "evict" else "a number"
+            raise TypeError(f"{name}() returned {value!r}; it must return {wanted}")
+        return value
+
+    return checked
+
+
+@contextmanager
+def _ending(lines: int) -> Iterator[None]:
+    """Raise after so many lines of Python: compiled, a loop without end would hang the whole process."""
+    left = lines
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise RuntimeError(f"no end after {lines:,} lines; is there a loop that never stops?")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _where(error: Exception, form: PolicyForm, policy: Any) -> str:

@@ -19,4 +19,4 @@ class PrefixGdsf:
         return self.value[c]
 
     def on_evict(self, c):
-        self.floor = self.value[c]
+        self.floor = max(self.floor, self.value[c])  # a parent, cheaper to compute, may go after its children

@@ -23,8 +23,11 @@ class Slru(Queues):
             self.make_room(q)
         self.append(q, c)
 
+    def room(self):
+        return max(1, self.capacity // SEGMENTS)
+
     def make_room(self, q):
-        room = self.capacity // SEGMENTS
+        room = self.room()
         while q > 1 and self.length[q] >= room:
             falling = self.pop(q)
             q -= 1
@@ -34,7 +37,7 @@ class Slru(Queues):
 
     def on_insert(self, c):
         q = 1
-        while q <= SEGMENTS and self.length[q] >= self.capacity // SEGMENTS:
+        while q <= SEGMENTS and self.length[q] >= self.room():
             q += 1
         self.append(q if q <= SEGMENTS else 1, c)
 

@@ -4,15 +4,16 @@ A new medium is one file with one `Tier`: read, write, erase, scan. Capacity, pi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from workbench.chunks import Chunk
 from workbench.policies.live import LivePolicy
+from workbench.tiers.breaker import CircuitBreaker
 
-__all__ = ["StoredChunk", "Tier", "TierIndex"]
+__all__ = ["Changes", "StoredChunk", "Tier", "TierIndex"]
 
 
 class StoredChunk(NamedTuple):
@@ -25,6 +26,13 @@ class StoredChunk(NamedTuple):
     nbytes: int
 
 
+class Changes(NamedTuple):
+    """What came and went in a tier without its owner's doing."""
+
+    arrived: list[StoredChunk]
+    gone: list[bytes]
+
+
 class Tier(ABC):
     """Keeps the bytes of chunks under their keys. Knows neither capacity nor order; never raises for a bad medium.
 
@@ -33,6 +41,8 @@ class Tier(ABC):
 
     name = "tier"
     shared = False  # other engines, which do not tell each other, store here and remove from here too
+    breaker: CircuitBreaker | None = None  # refuses calls while the medium is away
+    survives = False  # holds its chunks over a restart: `scan` finds them, `changes` what other processes do
     exact = True  # what is read is what was written, bit by bit; a lossy codec is not
 
     @abstractmethod
@@ -73,6 +83,14 @@ class Tier(ABC):
     def scan(self) -> Iterator[StoredChunk]:
         """What lies here from before, oldest use first. Nothing for a tier that does not survive."""
         return iter(())
+
+    def changes(self, resident: Collection[bytes]) -> Changes:
+        """What others stored here and removed from here since the last call.
+
+        Args:
+            resident: Keys that the caller counts here. What it is about to write or erase may be told of, too.
+        """
+        return Changes([], [])
 
     def close(self) -> None:
         """Release files and connections; twice is fine."""

@@ -1,8 +1,8 @@
-"""Circuit breaker of the remote tiers: a server that does not answer costs one time-out, then nothing.
+"""Circuit breaker of the slower tiers: a medium that does not answer costs one time-out, then nothing.
 
     closed     calls go through
     open       calls are refused at once, while a thread waits out a rest
-    half-open  that thread asks the server; an answer closes the circuit, silence opens it for a longer rest
+    half-open  that thread asks the medium; an answer closes the circuit, silence opens it for a longer rest
 
 No caller ever waits for a probe: they run in the breaker's own thread, which lives only while the circuit is open.
 """
@@ -25,11 +25,11 @@ _CALM_SECONDS = 10.0
 
 
 class CircuitBreaker:
-    """Opens at the first failure and closes itself when the server answers again.
+    """Opens when it is tripped and closes itself when the medium answers again.
 
     Args:
         name: Tier, for the log.
-        probe: Asks the server in the simplest way; True if it answered. It must end in bounded time and not raise.
+        probe: Asks the medium in the simplest way; True if it answered. It must end in bounded time and not raise.
     """
 
     def __init__(self, name: str, probe: Callable[[], bool]):
@@ -49,7 +49,7 @@ class CircuitBreaker:
         return self.state == "closed"
 
     def trip(self, reason: str) -> None:
-        """A call failed in a way that says the server is away."""
+        """A call failed in a way that says the medium is away."""
         with self._lock:
             if self.state != "closed" or self._stop.is_set():
                 return
@@ -59,7 +59,7 @@ class CircuitBreaker:
             self.state, self.reason = "open", reason
             self.trips += 1
             threading.Thread(target=self._recover, name=f"kv-{self.name}-probe", daemon=True).start()
-        logger.warning("%s tier: %s; no calls until the server answers again", self.name, reason)
+        logger.warning("%s tier: %s; no calls until it answers again", self.name, reason)
 
     def close(self) -> None:
         """Stop probing. The circuit stays as it is."""
@@ -70,7 +70,7 @@ class CircuitBreaker:
             self.state = "half-open"
             if self._probe():
                 self.state = "closed"
-                logger.warning("%s tier: the server answers again", self.name)
+                logger.warning("%s tier: it answers again", self.name)
                 return
             self.state = "open"
             self._step += 1

@@ -1,6 +1,6 @@
 """A directory of records, one file a chunk. Survives restarts; several processes may share it.
 
-    write   temporary file, allocated in full -> header and payload -> link to the final name (first writer wins)
+    write   temporary file, allocated in full -> payload and header -> link to the final name (first writer wins)
     read    open -> header checked -> payload straight into the caller's buffer -> checksum
 
 A file is never changed or shortened once it has its name, only unlinked, so a reader that has it open is safe. There is
@@ -12,7 +12,7 @@ import itertools
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +20,10 @@ import xxhash
 
 from workbench.chunks import Chunk
 from workbench.errors import InvalidInputError
-from workbench.files import Files
+from workbench.files import Beside, Files
 from workbench.record import ALIGNMENT, MAX_HEADER, header_nbytes, pack_header, parse_header
-from workbench.tiers.base import StoredChunk, Tier
+from workbench.tiers.base import Changes, StoredChunk, Tier
+from workbench.tiers.breaker import CircuitBreaker
 
 __all__ = ["DiskTier"]
 
@@ -30,6 +31,9 @@ _SUFFIX = ".kv"
 _TEMPORARY = ".tmp"
 _serials = itertools.count(1)
 _in_flight: set[str] = set()  # names of temporary files that this process writes just now
+_AWAY = ("EIO", "ESTALE", "ENXIO", "ENODEV", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN")  # faults of a medium that is lost
+_STAMP_GRAIN_NS = 1_000_000_000  # a folder's time is as coarse as the kernel's clock tick, or a remote server's
+_SPLIT_NBYTES = 8 << 20  # from here on a payload is worth a second thread
 _ABANDONED_SECONDS = 3600.0  # a temporary file of a process that cannot be asked whether it lives
 
 
@@ -48,6 +52,8 @@ class DiskTier(Tier):
     """
 
     name = "disk"
+    survives = True
+    faults_in_a_row = 3  # that open the breaker; one or two may be about a single file
 
     def __init__(self, path: str | Path, *, identity: bytes = bytes(32), durable: bool = False,
                  files: Files | None = None):  # fmt: skip
@@ -55,8 +61,14 @@ class DiskTier(Tier):
         self.durable = durable
         self._identity = identity
         self._files = files or Files()
+        self._beside = Beside("kv-disk-read")
         self._made: set[str] = set()
+        self._seen: dict[str, tuple[int, int]] = {}  # folder -> (its time, records) when `changes` found nothing new
+        self._strangers: set[bytes] = set()  # keys that `changes` saw for the first time
+        self._closed = False
         self._check_directory()
+        self._faults = 0  # in a row, without a call that went well in between
+        self.breaker = CircuitBreaker(self.name, self._works)
 
     def _check_directory(self) -> None:
         try:
@@ -76,6 +88,11 @@ class DiskTier(Tier):
         return header_nbytes(tokens) + -(-payload_nbytes // ALIGNMENT) * ALIGNMENT
 
     def read(self, chunk: Chunk, out: np.ndarray, *, at_most: bool = False) -> str:
+        if not self.breaker.allows:
+            return "breaker open"
+        return self._noted(self._read(chunk, out, at_most))
+
+    def _read(self, chunk: Chunk, out: np.ndarray, at_most: bool) -> str:
         try:
             fd = self._files.open(self._file(chunk.key), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -104,16 +121,28 @@ class DiskTier(Tier):
         if at_most:
             out = out[: max(0, self._files.stat_fd(fd).st_size - size)]
         head = bytearray(size)
-        if not self._fill(fd, [head, out], 0):
-            return "corrupt"
-        header = parse_header(head)
+        header = parse_header(head) if self._fill(fd, [head], 0) else None
         if header is None:
             return "corrupt"
         if not header.describes(chunk) or header.payload_nbytes != out.nbytes:
             return "mismatch"
         if self._files.stat_fd(fd).st_size != size + out.nbytes:
             return "corrupt"
-        return "" if xxhash.xxh3_128_digest(out) == header.payload_digest else "corrupt"
+        return "" if self._read_payload(fd, out, size) == header.payload_digest else "corrupt"
+
+    def _read_payload(self, fd: int, out: np.ndarray, offset: int) -> bytes:
+        """Fill `out`, a large one with two threads; returns the digest of what was read, b"" if the file ends early."""
+        if out.nbytes < _SPLIT_NBYTES:
+            return xxhash.xxh3_128_digest(out) if self._fill(fd, [out], offset) else b""
+        half, whole = out.nbytes // 2, False
+        rest = self._beside.start(lambda: self._fill(fd, [out[half:]], offset + half))
+        try:
+            whole = self._fill(fd, [out[:half]], offset)
+            digest = xxhash.xxh3_128(out[:half])  # while the other half may still be under way
+        finally:
+            whole = rest() and whole  # after a fault, too: nothing may read from `fd` or into `out` any more
+        digest.update(out[half:])
+        return digest.digest() if whole else b""
 
     def _fill(self, fd: int, buffers: list, offset: int) -> bool:
         """Read until every buffer is full; False at a premature end of the file."""
@@ -127,6 +156,37 @@ class DiskTier(Tier):
         return True
 
     def write(self, chunk: Chunk, payload: np.ndarray) -> tuple[str, int]:
+        if not self.breaker.allows:
+            return "breaker open", 0
+        reason, nbytes = self._write(chunk, payload)
+        return self._noted(reason), nbytes
+
+    def _noted(self, reason: str) -> str:
+        """Take note of how a call went: a medium that fails again and again is left alone until it works."""
+        if reason not in _AWAY:
+            self._faults = 0
+            return reason
+        self._faults += 1
+        if self._faults >= self.faults_in_a_row:
+            self.breaker.trip(reason)
+        return reason
+
+    def _works(self) -> bool:
+        """Whether a small file can be written, read and removed: the breaker's probe."""
+        probe = f"{self.path}/probe.{os.getpid()}.{next(_serials)}{_TEMPORARY}"
+        try:
+            fd = self._files.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                self._files.pwritev(fd, [memoryview(b"probe")], 0)
+                self._files.fsync(fd)
+                return self._fill(fd, [bytearray(5)], 0)
+            finally:
+                _quietly(self._files.close, fd)
+                _quietly(self._files.unlink, probe)
+        except OSError:
+            return False
+
+    def _write(self, chunk: Chunk, payload: np.ndarray) -> tuple[str, int]:
         target = self._file(chunk.key)
         temporary = self._temporary_name(chunk.key)
         _in_flight.add(os.path.basename(temporary))
@@ -139,7 +199,7 @@ class DiskTier(Tier):
             _in_flight.discard(os.path.basename(temporary))
             return _fault(error), 0
         try:
-            nbytes = self._write_open(fd, pack_header(chunk, self._identity, payload), payload)
+            nbytes = self._write_open(fd, chunk, payload)
             self._files.link(temporary, target)
             return "", nbytes
         except FileExistsError:
@@ -149,18 +209,33 @@ class DiskTier(Tier):
         finally:
             self._discard(fd, temporary)
 
-    def _write_open(self, fd: int, header: bytes, payload: np.ndarray) -> int:
-        """Write the record into an open file; returns the bytes it takes on the disk."""
-        self._files.allocate(fd, len(header) + payload.nbytes)  # ENOSPC comes here, not half-way
-        views = [memoryview(header), memoryview(payload).cast("B")]
-        offset = 0
+    def _write_open(self, fd: int, chunk: Chunk, payload: np.ndarray) -> int:
+        """Write the record into an open file, its header last; returns the bytes it takes on the disk.
+
+        A large payload is hashed beside the writing, which is why its header comes after it.
+        """
+        size = header_nbytes(chunk.num_tokens)
+        self._files.allocate(fd, size + payload.nbytes)  # ENOSPC comes here, not half-way
+        if payload.nbytes < _SPLIT_NBYTES:
+            self._put(fd, [pack_header(chunk, self._identity, payload), payload], 0)
+        else:
+            hashed = self._beside.start(lambda: xxhash.xxh3_128_digest(payload))
+            try:
+                self._put(fd, [payload], size)
+            finally:
+                digest = hashed()  # after a fault, too: the payload goes back to its owner
+            self._put(fd, [pack_header(chunk, self._identity, payload, digest=digest)], 0)
+        if self.durable:
+            self._files.fsync(fd)
+        return self._files.stat_fd(fd).st_blocks * 512
+
+    def _put(self, fd: int, buffers: list, offset: int) -> None:
+        """Write every buffer to its end."""
+        views = [memoryview(b).cast("B") for b in buffers]
         while views:
             put = self._files.pwritev(fd, views, offset)
             offset += put
             views = _advance(views, put)
-        if self.durable:
-            self._files.fsync(fd)
-        return self._files.stat_fd(fd).st_blocks * 512
 
     def _discard(self, fd: int, temporary: str) -> None:
         """Close the temporary file and take its name away; the record lives on under its own name."""
@@ -169,12 +244,18 @@ class DiskTier(Tier):
         _in_flight.discard(os.path.basename(temporary))
 
     def erase(self, key: bytes) -> None:
-        _quietly(self._files.unlink, self._file(key))  # gone already, or not ours to remove: not counted any more
+        if self.breaker.allows:  # else it stays, and `changes` tells of it once the medium works again
+            _quietly(self._files.unlink, self._file(key))  # gone already, or not ours to remove: not counted any more
 
     def scan(self) -> Iterator[StoredChunk]:
         """Every record here, oldest first; removes temporary files of processes that are gone and broken records."""
         found: list[tuple[float, StoredChunk]] = []
+        for entry in self._entries(str(self.path)):
+            if entry.name.startswith("probe.") and entry.name.endswith(_TEMPORARY):
+                self._sweep(entry)
         for folder in sorted(self._folders()):
+            if self._closed:
+                break
             for entry in self._entries(folder):
                 if entry.name.endswith(_TEMPORARY):
                     self._sweep(entry)
@@ -182,6 +263,64 @@ class DiskTier(Tier):
                     found.append(stored)
         found.sort(key=lambda item: item[0])
         return iter([stored for _, stored in found])
+
+    def changes(self, resident: Collection[bytes]) -> Changes:
+        """What came and went. A folder is looked into only if its own time, or how much is counted there, has changed.
+
+        A record is told of at the second look that finds it: a first one may have met what this process itself is
+        about to count, or to erase.
+        """
+        arrived: list[StoredChunk] = []
+        gone: list[bytes] = []
+        strangers: set[bytes] = set()
+        expected: dict[str, set[bytes]] = {}
+        for key in resident:
+            expected.setdefault(key[:1].hex(), set()).add(key)
+        try:
+            if not self.breaker.allows or self._closed:
+                return Changes([], [])
+            folders = {entry.name: entry for entry in self._files.scan(str(self.path)) if len(entry.name) == 2}
+        except OSError:
+            return Changes([], [])
+        gone += [key for name, keys in expected.items() if name not in folders for key in keys]
+        for name, folder in folders.items():
+            mine = expected.get(name, set())
+            if (listing := self._changed(folder, len(mine))) is None:
+                continue
+            stamp, records = listing
+            new = records.keys() - mine
+            gone += mine - records.keys()
+            arrived += [found[1] for key in new & self._strangers if (found := self._describe(records[key]))]
+            strangers |= new
+            if not new and time.time_ns() - stamp > _STAMP_GRAIN_NS:
+                self._seen[name] = stamp, len(mine)
+        self._strangers = strangers
+        return Changes(sorted(arrived, key=lambda stored: stored.start), gone)
+
+    def _changed(self, folder: os.DirEntry, count: int) -> tuple[int, dict[bytes, os.DirEntry]] | None:
+        """(time of a folder, its records by key), or None if nothing was added or removed there or it cannot be read.
+
+        The time is asked for first: what comes while the folder is listed changes it once more.
+        """
+        entries: dict[str, os.DirEntry] = {}
+        try:
+            stamp = folder.stat(follow_symlinks=False).st_mtime_ns
+            if self._seen.get(folder.name) == (stamp, count):
+                return None
+            for entry in self._files.scan(folder.path):
+                if entry.name.endswith(_TEMPORARY):
+                    self._sweep(entry)  # one whose removal failed, or of a process that was killed
+                elif entry.name.endswith(_SUFFIX):
+                    entries[entry.name] = entry
+        except OSError:
+            return None
+        keys = {name: _key_of(name) for name in entries}
+        return stamp, {key: entries[name] for name, key in keys.items() if key is not None}
+
+    def close(self) -> None:
+        self._closed = True
+        self._beside.close()
+        self.breaker.close()
 
     def _folders(self) -> list[str]:
         return [e.path for e in self._entries(str(self.path)) if len(e.name) == 2 and e.is_dir(follow_symlinks=False)]
@@ -194,13 +333,13 @@ class DiskTier(Tier):
 
     def _describe(self, entry: os.DirEntry) -> tuple[float, StoredChunk] | None:
         """(time of last use, what the header says) of one file; erases a file that is no record."""
+        key = _key_of(entry.name)
         try:
-            key = bytes.fromhex(entry.name.removesuffix(_SUFFIX))
             status = entry.stat(follow_symlinks=False)
             header = self._read_header(entry.path)
-        except (ValueError, OSError):
+        except OSError:
             return None
-        if entry.path != self._file(key):
+        if key is None or entry.path != self._file(key):
             return None  # not where we would look for it
         if header is None or header.key != key or status.st_size != header.header_nbytes + header.payload_nbytes:
             _quietly(self._files.unlink, entry.path)
@@ -243,6 +382,15 @@ class DiskTier(Tier):
     def _temporary_name(self, key: bytes) -> str:
         digits = key.hex()
         return f"{self.path}/{digits[:2]}/{digits[:16]}.{os.getpid()}.{next(_serials)}{_TEMPORARY}"
+
+
+def _key_of(name: str) -> bytes | None:
+    """The key that a file's name spells, None if it spells none."""
+    try:
+        key = bytes.fromhex(name.removesuffix(_SUFFIX))
+    except ValueError:
+        return None
+    return key if len(key) == 32 else None
 
 
 def _quietly(call: Callable, argument: int | str) -> None:

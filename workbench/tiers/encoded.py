@@ -9,14 +9,14 @@ import hashlib
 import logging
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
 from workbench.chunks import Chunk
 from workbench.codecs import Codec, CorruptDataError, UnrepresentableError
 from workbench.layout import KVLayout
-from workbench.tiers.base import StoredChunk, Tier
+from workbench.tiers.base import Changes, StoredChunk, Tier
 
 __all__ = ["EncodedTier"]
 
@@ -39,7 +39,8 @@ class EncodedTier(Tier):
 
     def __init__(self, tier: Tier, codec: Codec, layout: KVLayout):
         self.tier, self.codec, self.layout = tier, codec, layout
-        self.name, self.shared, self.exact = tier.name, tier.shared, codec.tolerance == 0.0
+        self.name, self.shared, self.survives = tier.name, tier.shared, tier.survives
+        self.exact, self.breaker = codec.tolerance == 0.0, tier.breaker
         self._most = _FRAME.size + codec.max_nbytes(layout)
         self._digest = hashlib.sha256(repr(codec).encode()).digest()[:8]
         self._scratch = threading.local()
@@ -81,6 +82,9 @@ class EncodedTier(Tier):
     def scan(self) -> Iterator[StoredChunk]:
         return self.tier.scan()
 
+    def changes(self, resident: Collection[bytes]) -> Changes:
+        return self.tier.changes(resident)
+
     def close(self) -> None:
         self.tier.close()
 
@@ -93,7 +97,7 @@ class EncodedTier(Tier):
         return reason
 
     def _as_chunk(self, payload: np.ndarray) -> np.ndarray:
-        return payload.reshape(self.layout.chunk_shape)
+        return payload.reshape(self.layout.num_layers, -1, self.layout.page_nbytes)
 
     def _buffer(self) -> np.ndarray:
         """Memory of this thread's own, as large as any code: touched once, used for every chunk."""

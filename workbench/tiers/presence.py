@@ -62,6 +62,11 @@ class Presence:
         with self._lock:
             self._known.pop(key, None)
 
+    def clear(self) -> None:
+        """Believe nothing any more."""
+        with self._lock:
+            self._known.clear()
+
     def _leading_known(self, keys: Sequence[bytes], first: int) -> int:
         now = self._clock()
         with self._lock:
