@@ -25,7 +25,7 @@ from workbench.policies.base import PolicyError
 from workbench.policies.compiled import Built, State, build, make_state
 from workbench.policies.live import TouchOrder
 
-__all__ = ["ReplayResult", "Semantics", "ready", "replay"]
+__all__ = ["ReplayResult", "Semantics", "fill_state", "ready", "replay"]
 
 LOOPS = Path(__file__).with_name("replay_loops.py")
 Semantics = Literal["prefix", "object"]
@@ -162,26 +162,17 @@ def replay(
     trace = trace.as_prefixes() if semantics == "prefix" else trace
     built = ready(policy, semantics=semantics)
     state = make_state(built, policy, chunks=max(1, trace.distinct), capacity=capacity_chunks)
-    _fill(state, trace, costs, capacity_chunks)
+    fill_state(state, trace, costs)
     counts = Counts.empty(trace, record_victims)
     started = time.thread_time()
     outcome = _run(state, trace, semantics == "object", touch_order == "tail_first", counts)
     seconds = time.thread_time() - started
     if outcome < 0:
         raise PolicyError(_broken(state, policy, outcome, capacity_chunks))
+    leading = counts.hits if semantics == "prefix" else counts.leading
+    found = (counts.hits, leading, int(outcome), counts.victims[:outcome])
     return ReplayResult(
-        trace=trace,
-        policy=policy,
-        semantics=semantics,
-        touch_order=touch_order,
-        capacity_chunks=capacity_chunks,
-        hit_chunks=counts.hits,
-        leading_chunks=counts.hits if semantics == "prefix" else counts.leading,
-        evictions=int(outcome),
-        victims=counts.victims[:outcome],
-        seconds=seconds,
-        compiled=built.compiled,
-        costs=costs,
+        trace, policy, semantics, touch_order, capacity_chunks, *found, seconds, compiled=built.compiled, costs=costs
     )
 
 
@@ -205,7 +196,7 @@ def _check(capacity_chunks: int, semantics: str, touch_order: str) -> None:
         raise InvalidInputError(f"touch_order must be 'tail_first' or 'head_first', got {touch_order!r}")
 
 
-def _fill(state: State, trace: Trace, costs: ReuseCosts | None, capacity: int) -> None:
+def fill_state(state: State, trace: Trace, costs: ReuseCosts | None) -> None:
     """What is known of a chunk before it is stored, for the fields that the policy mentions."""
     wanted = state.built.chunk_type.names or ()
     if "parent" in wanted:

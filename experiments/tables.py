@@ -13,31 +13,32 @@ import polars as pl
 
 from experiments import published_tables as published
 from experiments.curves import lru_curve
+from experiments.peer_tables import LIVE_TABLES
 from experiments.replay import replay
 from experiments.traces import Trace, find_trace, load_trace, zipf
 from workbench.errors import UnknownNameError
 
 __all__ = ["TABLES", "agreeing_digits", "reproduce"]
 
-EXACT = ("lru", "fifo", "lfu", "sieve", "clock", "s3fifo", "arc", "two_queues", "slru", "belady")
 
-
-def reproduce(name: str) -> pl.DataFrame:
+def reproduce(name: str, *, live: bool = False) -> pl.DataFrame:
     """Recompute a published table.
 
     Args:
         name: One of TABLES.
+        live: Run the peer itself now instead of taking what it once gave; for LIVE_TABLES.
 
     Returns:
         trace, what, capacity (as published), published, recomputed, gap, digits (printed) and agreeing_digits.
 
     Raises:
-        UnknownNameError: No such table.
-        InvalidInputError: Its trace is not on this machine.
+        UnknownNameError: No such table, or none that can be run live.
+        InvalidInputError: Its trace, or the peer, is not on this machine.
     """
-    if name not in TABLES:
-        raise UnknownNameError("table", name, TABLES)
-    rows = TABLES[name]()
+    tables = LIVE_TABLES if live else TABLES
+    if name not in tables:
+        raise UnknownNameError("live table" if live else "table", name, tables)
+    rows = tables[name]()
     frame = pl.DataFrame(
         rows, ["trace", "what", "capacity", "published", "recomputed"], orient="row", infer_schema_length=None
     )

@@ -35,6 +35,30 @@ def test_libcachesim_agrees_in_all_digits_where_the_rules_are_exact():
     assert table["gap"].abs().max() < 0.009  # lhd learns in its own way
 
 
+@pytest.mark.slow
+def test_kvcache_simulator_run_now_agrees():
+    need(*MOONCAKE)
+    pytest.importorskip("kvcache_sim", reason="kvcache-simulator is not installed")
+    table = reproduce("kvcache_simulator", live=True)
+    equal = dict(table.filter(table["agreeing_digits"] == 6)["what"].value_counts().iter_rows())
+    assert equal == {"fifo": 27, "optimal": 27, "lru": 23}, "LRU differs at budgets smaller than a request"
+
+
+@pytest.mark.slow
+def test_libcachesim_run_now_agrees():
+    need(*MOONCAKE)
+    pytest.importorskip("libcachesim", reason="libcachesim is not installed")
+    table = reproduce("libcachesim", live=True)
+    exact = table.filter(table["what"].is_in(CONFIRMED))
+    assert len(exact) > 130 and (exact["agreeing_digits"] == 6).all()
+    assert table["gap"].abs().max() < 0.009
+
+
+def test_a_table_that_cannot_be_run_live_is_named():
+    with pytest.raises(UnknownNameError, match="live table"):
+        reproduce("llmtrafficlens", live=True)
+
+
 def test_llmtrafficlens_agrees_in_six_of_seven():
     need("mooncake_conversation")
     table = reproduce("llmtrafficlens")

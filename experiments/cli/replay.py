@@ -33,6 +33,7 @@ def replay(
     semantics: Annotated[str, typer.Option(help="prefix (the engine's) or object (of web caches).")] = "prefix",
     touch_order: Annotated[str, typer.Option(help="tail_first (as vLLM) or head_first.")] = "tail_first",
     table: Annotated[str | None, typer.Option(help="Recompute a published table instead; 'list' lists them.")] = None,
+    live: Annotated[bool, typer.Option(help="With --table: run the peer itself now (needs its package).")] = False,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave bad rows out and count them.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -44,7 +45,7 @@ def replay(
     if table is not None:
         from experiments.tables import TABLES, reproduce
 
-        rows = [{"table": name} for name in TABLES] if table == "list" else reproduce(table).to_dicts()
+        rows = [{"table": name} for name in TABLES] if table == "list" else reproduce(table, live=live).to_dicts()
         print_rows(rows, as_json)
         return
     from experiments.curves import hit_rate_curve

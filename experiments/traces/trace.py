@@ -143,17 +143,25 @@ class Trace:
         if requests is None:
             assert accesses is not None
             requests = int(np.searchsorted(self.offsets, accesses, side="right")) - 1
-        ids, _ = tree.densify(self.ids[: self.offsets[min(requests, self.requests)]])
-        cut = slice(0, requests)
+        return self._cut(0, min(requests, self.requests))
+
+    def tail(self, *, accesses: int) -> "Trace":
+        """The requests after the first whole ones that fit in so many accesses."""
+        return self._cut(int(np.searchsorted(self.offsets, accesses, side="right")) - 1, self.requests)
+
+    def _cut(self, start: int, stop: int) -> "Trace":
+        old = self.ids[self.offsets[start] : self.offsets[stop]]
+        ids, _ = tree.densify(old)
+        rows = slice(start, stop)
         return replace(
             self,
             ids=ids,
-            offsets=self.offsets[: requests + 1],
-            timestamps=self.timestamps[cut],
-            input_tokens=self.input_tokens[cut],
-            output_tokens=self.output_tokens[cut],
-            tenants=self.tenants[cut],
-            block_sizes=None if self.block_sizes is None else _sizes_in_order(self, ids),
+            offsets=self.offsets[start : stop + 1] - self.offsets[start],
+            timestamps=self.timestamps[rows],
+            input_tokens=self.input_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            tenants=self.tenants[rows],
+            block_sizes=None if self.block_sizes is None else _sizes_in_order(self.block_sizes, old, ids),
         )
 
     def frame(self) -> pl.DataFrame:
@@ -169,8 +177,8 @@ class Trace:
         ).with_columns(blocks)
 
 
-def _sizes_in_order(trace: Trace, ids: np.ndarray) -> np.ndarray:
-    assert trace.block_sizes is not None
-    sizes = np.zeros(int(ids.max()) + 1 if len(ids) else 0, np.int32)
-    sizes[ids] = trace.block_sizes[trace.ids[: len(ids)]]
-    return sizes
+def _sizes_in_order(sizes: np.ndarray, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Block sizes under the new ids of the same accesses."""
+    ordered = np.zeros(int(new.max()) + 1 if len(new) else 0, np.int32)
+    ordered[new] = sizes[old]
+    return ordered

@@ -10,8 +10,13 @@ of some age is the best ratio of hits to time kept over all times that it could 
 (NSDI 2018) takes the ratio until the end of life. All leaves are compared, so a chain that was used a moment ago may go
 before one that is due; chunks deeper in a chain go first, for its leaves are all there is to evict.
 
-It has no setting that was fitted to a trace. `python -m experiments.benchmarks.policies` shows where it leads and where
-it does not.
+One set of settings for all traffic; it and the traits were chosen on the two Mooncake traces and the first 10 million
+accesses of the coding-agent trace. Against the best of the policies here that do not see the future, taken anew at each
+of ten capacities from 0.3 % to half of a trace's chunks, it is ahead on average by 1.9, 0.7 and 0.8 points of hit rate
+by tokens there, by 1.1 on later coding-agent sessions (nine rivals) and 0.7 on generated chat. It is behind by 0.2 on
+generated RAG, where references are independent and frequency alone is right, and by up to 0.7 points where nearly
+everything fits. All simulated: `python -m experiments.benchmarks.policies`. To learn and to search takes 0.07 to
+0.14 ms of one core a request there.
 """
 
 import math
