@@ -7,11 +7,14 @@ Each tier moves the same bytes as its plain counterpart, in turns, so that a bus
     redis  a redis-py pipeline of SET and of GET of the same values, with its own parser
     disk   write of a new file (with fsync where the tier is durable), read into a buffer; the page cache is warm
 
-A ratio over 1 means that the tier is the faster one, although it also makes and checks records.
+A ratio over 1 means that the tier is the faster one, although it also makes and checks records. Beside these stand the
+same moves through the whole engine, from KV pages to the medium and back with the data plane's two readers, and, where
+KVWORKBENCH_LMCACHE_PYTHON names an interpreter that has it, LMCache 0.5.6 doing the same in the same rounds.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -22,20 +25,33 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from experiments.benchmarks import row
+from experiments.benchmarks._peer import Peer, lmcache_peer
 from experiments.environment import describe_environment
+from kernels.pages import PageTable
 from workbench.chunks import Chunk, ChunkChain
+from workbench.engine import CacheEngine
+from workbench.layout import Identity, KVLayout
 from workbench.tiers.base import Tier
 from workbench.tiers.disk import DiskTier
 from workbench.tiers.redis import RedisTier
 
-__all__ = ["main", "measure", "measure_disk", "measure_lookup", "measure_redis", "redis_server", "run"]
+__all__ = ["Moves", "main", "measure", "measure_disk", "measure_lookup", "measure_redis", "redis_server", "run"]
 
 CHUNK_TOKENS, TOKEN_NBYTES = 256, 128 << 10  # 32 layers x 8 KV heads x 128, 16 bit
 LOOKUP_CHUNKS = 40
+
+
+class Moves(NamedTuple):
+    """One way to write some bytes, to read them back and to forget them."""
+
+    write: Callable[[], object]
+    read: Callable[[], object]
+    forget: Callable[[], object]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -53,82 +69,156 @@ def measure(chunks: int, repeats: int, chunk_tokens: int = CHUNK_TOKENS, directo
     """Disk, durable and not, and Redis where a server is installed."""
     nbytes = chunk_tokens * TOKEN_NBYTES
     payloads = [np.random.default_rng(i).integers(0, 256, nbytes, dtype=np.uint8) for i in range(chunks)]
-    result = {
-        "environment": describe_environment(),
-        "chunk_nbytes": nbytes,
-        "chunks": chunks,
-        "repeats": repeats,
-        "disk": measure_disk(payloads, repeats, directory=directory),
-        "disk_durable": measure_disk(payloads, repeats, directory=directory, durable=True),
-    }
-    if shutil.which("redis-server"):
-        with redis_server() as port:
-            result["redis"] = measure_redis(payloads, repeats, port=port)
-            result["redis_lookup"] = measure_lookup(repeats, port=port)
+    result = {"environment": describe_environment(), "chunk_nbytes": nbytes, "chunks": chunks, "repeats": repeats}
+    with lmcache_peer() as peer:
+        result["disk"] = measure_disk(payloads, repeats, directory=directory, peer=peer)
+        result["disk_durable"] = measure_disk(payloads, repeats, directory=directory, durable=True)
+        if shutil.which("redis-server"):
+            with redis_server() as port:
+                result["redis"] = measure_redis(payloads, repeats, port=port, peer=peer)
+                result["redis_lookup"] = measure_lookup(repeats, port=port)
     return result
 
 
 def run(short: bool = False) -> dict:
     """Rows for the table of all benchmarks."""
     result = measure(2 if short else 4, 5 if short else 9)
-    rows = [
-        row(f"tier {name}, {what}", ours="", limit="plain use of the same medium", ratio=result[name][f"{what}_ratio"],
-            goal=">= 0.9", met=result[name][f"{what}_ratio"] >= 0.9)
-        for name in ("disk", "disk_durable", "redis")
-        if name in result
-        for what in ("write", "read")
-    ]  # fmt: skip
+    rows = []
+    for name, verb in itertools.product(("disk", "disk_durable", "redis"), ("write", "read")):
+        if found := result.get(name):
+            plain = _speed(found, f"plain_{verb}")
+            ratio = found[f"tier_{verb}_ratio"]
+            rows.append(row(f"tier {name}, {verb}", ours=_speed(found, f"tier_{verb}"), limit=plain, ratio=ratio,
+                            goal=">= 0.9", met=ratio >= 0.9))  # fmt: skip
+            rows.append(row(f"whole engine over {name}, {verb}", ours=_speed(found, f"engine_{verb}"),
+                            peer=_speed(found, f"peer_{verb}"), limit=plain,
+                            ratio=found[f"engine_{verb}_ratio"]))  # fmt: skip
     return {"name": "tiers", **result, "rows": rows}
 
 
-def measure_disk(payloads: list[np.ndarray], repeats: int, *, directory: Path | None = None,
-                 durable: bool = False) -> dict:  # fmt: skip
-    """Disk tier against plain files: bytes per second and ratios."""
+def _speed(found: dict, name: str) -> str | None:
+    speed = found.get(f"{name}_bytes_per_second")
+    return None if speed is None else f"{speed / 1e9:.2f} GB/s"
+
+
+def measure_disk(payloads: list[np.ndarray], repeats: int, *, directory: Path | None = None, durable: bool = False,
+                 peer: Peer | None = None) -> dict:  # fmt: skip
+    """Disk tier, and the engine over it, against plain files: bytes per second and ratios."""
+    outs = [np.empty_like(payload) for payload in payloads]
     with tempfile.TemporaryDirectory(dir=directory) as folder:
-        tier = DiskTier(Path(folder) / "tier", durable=durable)
-        plain = Path(folder) / "plain"
-        outs = [np.empty_like(payload) for payload in payloads]
-
-        def write_plain() -> None:
-            plain.mkdir()
-            for i, payload in enumerate(payloads):
-                with open(plain / str(i), "wb", buffering=0) as file:
-                    _write_all(file, payload)
-                    if durable:
-                        os.fsync(file.fileno())
-
-        def read_plain() -> None:
-            for i, out in enumerate(outs):
-                with open(plain / str(i), "rb", buffering=0) as file:
-                    _read_all(file, out)
-
-        return _compare(tier, payloads, outs, repeats, write_plain=write_plain, read_plain=read_plain,
-                        forget_plain=lambda: shutil.rmtree(plain))  # fmt: skip
+        if peer:
+            peer.open("dense", len(payloads), disk=f"{folder}/peer")
+        settings = {"disk_path": Path(folder) / "engine", "disk_durable": durable}
+        own = DiskTier(Path(folder) / "tier", durable=durable)
+        with contextlib.closing(own) as tier, _engine(payloads, settings) as through_engine:
+            ways = {"tier": _tier_moves(tier, payloads, outs), "engine": through_engine,
+                    "plain": _file_moves(Path(folder) / "plain", payloads, outs, durable)}  # fmt: skip
+            return _compare(ways, payloads, outs, repeats, peer=peer)
 
 
-def measure_redis(payloads: list[np.ndarray], repeats: int, *, port: int) -> dict:
-    """Redis tier against a pipeline of redis-py: bytes per second and ratios."""
-    import redis
+def measure_redis(payloads: list[np.ndarray], repeats: int, *, port: int, peer: Peer | None = None) -> dict:
+    """Redis tier, and the engine over it, against a pipeline of redis-py: bytes per second and ratios."""
     from redis.utils import HIREDIS_AVAILABLE
 
-    tier, client = RedisTier(f"redis://127.0.0.1:{port}", timeout_seconds=10.0), redis.Redis(port=port)
-    outs = [np.empty_like(payload) for payload in payloads]
-
-    def write_plain() -> None:
-        pipeline = client.pipeline(transaction=False)
-        for i, payload in enumerate(payloads):
-            pipeline.set(f"plain{i}", payload.data)
-        pipeline.execute()
-
-    def read_plain() -> None:
-        pipeline = client.pipeline(transaction=False)
-        for i in range(len(payloads)):
-            pipeline.get(f"plain{i}")
-        pipeline.execute()
-
-    found = _compare(tier, payloads, outs, repeats, write_plain=write_plain, read_plain=read_plain,
-                     forget_plain=lambda: client.delete(*(f"plain{i}" for i in range(len(payloads)))))  # fmt: skip
+    url, outs = f"redis://127.0.0.1:{port}", [np.empty_like(payload) for payload in payloads]
+    if peer:
+        peer.open("dense", len(payloads), redis=port)
+    settings, own = {"redis_url": url, "redis_timeout_seconds": 10.0}, RedisTier(url, timeout_seconds=10.0)
+    with contextlib.closing(own) as tier, _engine(payloads, settings) as through_engine:
+        ways = {"tier": _tier_moves(tier, payloads, outs), "engine": through_engine,
+                "plain": _pipeline_moves(port, payloads)}  # fmt: skip
+        found = _compare(ways, payloads, outs, repeats, peer=peer)
     return {**found, "plain_parser": "hiredis" if HIREDIS_AVAILABLE else "python"}
+
+
+def _tier_moves(tier: Tier, payloads: list[np.ndarray], outs: list[np.ndarray]) -> Moves:
+    """The tier by itself: chunk after chunk, in one thread."""
+    chunks = _chunks(len(payloads))
+
+    def write() -> None:
+        for chunk, payload in zip(chunks, payloads, strict=True):
+            reason, _ = tier.write(chunk, payload)
+            assert reason == "", reason
+
+    def read() -> None:
+        for chunk, out in zip(chunks, outs, strict=True):
+            reason = tier.read(chunk, out)
+            assert reason == "", reason
+
+    def forget() -> None:
+        for chunk in chunks:
+            tier.erase(chunk.key)
+
+    return Moves(write, read, forget)
+
+
+@contextlib.contextmanager
+def _engine(payloads: list[np.ndarray], settings: dict) -> Iterator[Moves]:
+    """The engine without a memory tier: pages -> staging -> medium, and medium -> staging -> other pages."""
+    count, tokens = len(payloads), payloads[0].nbytes // TOKEN_NBYTES
+    layout = KVLayout(num_layers=32, num_kv_heads=8, head_size=128, block_size=tokens, chunk_tokens=tokens)
+    layers = [np.zeros((2 * count, layout.page_nbytes), np.uint8) for _ in range(layout.num_layers)]
+    for layer, pages in enumerate(layers):
+        for number, payload in enumerate(payloads):
+            pages[number] = payload.reshape(layout.num_layers, -1)[layer]
+    table, prompt = PageTable(layers), np.arange(count * tokens)
+    with CacheEngine(Identity(layout=layout, weights="bench"), memory_bytes=0,
+                     staging_bytes=count * layout.chunk_nbytes, **settings) as engine:  # fmt: skip
+
+        def write() -> None:
+            assert engine.store(prompt, table, blocks=range(count)) == len(prompt) and engine.flush()
+
+        def read() -> None:
+            assert engine.retrieve(prompt, table, blocks=range(count, 2 * count)) == len(prompt)
+
+        def forget() -> None:
+            assert all(np.array_equal(pages[:count], pages[count:]) for pages in layers), "other bytes came back"
+            engine.clear()
+            engine.flush()
+            for pages in layers:
+                pages[count:] = 0
+
+        yield Moves(write, read, forget)
+
+
+def _file_moves(folder: Path, payloads: list[np.ndarray], outs: list[np.ndarray], durable: bool) -> Moves:
+    """The same bytes in plain files."""
+
+    def write() -> None:
+        folder.mkdir()
+        for i, payload in enumerate(payloads):
+            with open(folder / str(i), "wb", buffering=0) as file:
+                _write_all(file, payload)
+                if durable:
+                    os.fsync(file.fileno())
+
+    def read() -> None:
+        for i, out in enumerate(outs):
+            with open(folder / str(i), "rb", buffering=0) as file:
+                _read_all(file, out)
+
+    return Moves(write, read, lambda: shutil.rmtree(folder))
+
+
+def _pipeline_moves(port: int, payloads: list[np.ndarray]) -> Moves:
+    """The same bytes through a pipeline of redis-py."""
+    import redis
+
+    client, names = redis.Redis(port=port), [f"plain{i}" for i in range(len(payloads))]
+
+    def write() -> None:
+        pipeline = client.pipeline(transaction=False)
+        for name, payload in zip(names, payloads, strict=True):
+            pipeline.set(name, payload.data)
+        pipeline.execute()
+
+    def read() -> None:
+        pipeline = client.pipeline(transaction=False)
+        for name in names:
+            pipeline.get(name)
+        pipeline.execute()
+
+    return Moves(write, read, lambda: client.delete(*names))
 
 
 def measure_lookup(repeats: int, *, port: int) -> dict:
@@ -156,41 +246,32 @@ def measure_lookup(repeats: int, *, port: int) -> dict:
     return {f"{name}_microseconds": 1e6 * statistics.median(s) for name, s in seconds.items()}
 
 
-def _compare(tier: Tier, payloads: list[np.ndarray], outs: list[np.ndarray], repeats: int, *,
-             write_plain: Callable[[], None], read_plain: Callable[[], None],
-             forget_plain: Callable[[], object]) -> dict:  # fmt: skip
-    """Write, read and forget with the tier and plainly, in turns."""
-    chunks = _chunks(len(payloads))
-
-    def write_tier() -> None:
-        for chunk, payload in zip(chunks, payloads, strict=True):
-            reason, _ = tier.write(chunk, payload)
-            assert reason == "", reason
-
-    def read_tier() -> None:
-        for chunk, out in zip(chunks, outs, strict=True):
-            reason = tier.read(chunk, out)
-            assert reason == "", reason
-
-    calls = {"write": write_tier, "plain_write": write_plain, "read": read_tier, "plain_read": read_plain}
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+def _compare(ways: dict[str, Moves], payloads: list[np.ndarray], outs: list[np.ndarray], repeats: int, *,
+             peer: Peer | None) -> dict:  # fmt: skip
+    """Write, read and forget in each way, in turns: bytes per second, and ratios to "plain", neighbours in time."""
+    seconds: dict[str, list[float]] = {f"{way}_{verb}": [] for way in ways for verb in ("write", "read")}
     for repeat in range(repeats + 1):
-        order = ("", "plain_") if repeat % 2 else ("plain_", "")
+        order = list(ways) if repeat % 2 else list(ways)[::-1]
         for verb in ("write", "read"):
-            for kind in order:
-                _add_seconds(seconds, f"{kind}{verb}", calls[f"{kind}{verb}"])
+            for way in order:
+                _add_seconds(seconds, f"{way}_{verb}", getattr(ways[way], verb))
         assert all(np.array_equal(out, payload) for out, payload in zip(outs, payloads, strict=True))
-        for chunk in chunks:
-            tier.erase(chunk.key)
-        forget_plain()
-    tier.close()
+        for moves in ways.values():
+            moves.forget()
+        if peer:
+            peer.round()
     total = sum(payload.nbytes for payload in payloads)
     median = {name: statistics.median(s[1:]) for name, s in seconds.items()}  # the first round warms up
-    return {
-        **{f"{name}_bytes_per_second": total / s for name, s in median.items()},
-        "write_ratio": _paired_ratio(seconds["plain_write"], seconds["write"]),
-        "read_ratio": _paired_ratio(seconds["plain_read"], seconds["read"]),
+    if peer:
+        theirs = peer.close()
+        median |= {"peer_write": theirs["store_s"], "peer_read": theirs["retrieve_s"]}
+    ratios = {
+        f"{way}_{verb}_ratio": _paired_ratio(seconds[f"plain_{verb}"], seconds[f"{way}_{verb}"])
+        for way in ways
+        if way != "plain"
+        for verb in ("write", "read")
     }
+    return {**{f"{name}_bytes_per_second": total / s for name, s in median.items()}, **ratios}
 
 
 def _interleaved(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
