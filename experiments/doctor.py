@@ -53,7 +53,7 @@ def _torchvision_fits() -> bool:
     if importlib.util.find_spec("torchvision") is None:
         return True
     try:
-        import torchvision  # noqa: F401
+        import torchvision  # noqa: F401 # pyright: ignore[reportMissingImports]
     except Exception:  # it fails with whatever its extension raises
         return False
     return True

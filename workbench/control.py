@@ -46,7 +46,7 @@ class _Running:
     attempt: int = 0
     planned: int = 0  # chunks whose store is ordered or not needed
     heard: float = 0.0  # when the request last gave a sign of life
-    used: dict[int, int] = field(default_factory=dict)  # where a chunk stops -> its entry; settled at the end
+    used: dict[bytes, int] = field(default_factory=dict)  # key of a chunk -> its entry; settled at the end
     holds: list[tuple[TierIndex, int]] = field(default_factory=list)
 
 
@@ -98,7 +98,8 @@ class ControlPlane:
         self._rising: dict[int, tuple[str, int]] = {}  # entry -> (request, attempt) whose load fills its arena slot
         self._served = 0
         self._departed: OrderedDict[bytes, str] = OrderedDict()
-        self._tails: dict[bytes, set[int]] = {}  # key of what stands before -> where stored unfull chunks stop
+        # key of what stands before -> where stored unfull chunks stop -> their entries
+        self._tails: dict[bytes, dict[int, set[int]]] = {}
         self.recent_prompts: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED_PROMPTS)  # (root, tokens)
 
     # ---------------------------------------------------------------- lookup
@@ -271,7 +272,7 @@ class ControlPlane:
         chunks = self.covering(running.chain, first_token, stop_token)
         levels = [self._hold_fastest(running, self._use(running, chunk)) for chunk in chunks]
         for chunk, level in zip(chunks, levels, strict=True):
-            entry = running.used[chunk.stop]
+            entry = running.used[chunk.key]
             wanted = tuple(blocks[b] if first <= b < stop else -1 for b in self._blocks(chunk))
             if level < 0:
                 slot = STAGING
@@ -315,7 +316,7 @@ class ControlPlane:
                     tail: bool = False) -> None:  # fmt: skip
         known = self.index.find(chunk.key)
         if known >= 0 and self.index.anywhere(known):
-            if chunk.stop not in running.used:
+            if chunk.key not in running.used:
                 self._hold_resident(running, self._use(running, chunk))
                 self.record("dedup", request=running.name, chunk=chunk)
                 self._write_down(known, chunk, orders)
@@ -329,7 +330,7 @@ class ControlPlane:
             self._drop(running.name, chunk, "starting up" if self._starting else "no room")
             return
         if tail:
-            self._tails.setdefault(chunk.parent, set()).add(chunk.stop)
+            self._note_tail(chunk.parent, chunk.stop, entry)
         own = tuple(blocks[b] for b in self._blocks(chunk))
         orders.append(Store(running.name, running.attempt, chunk, own, slot, write_to))
 
@@ -356,10 +357,11 @@ class ControlPlane:
         if running is None:
             return
         self.recent_prompts.append((running.chain.root, running.chain.tokens()))
-        self._settle([running.used[stop] for stop in sorted(running.used)])  # while held: their order is by use alone
+        used = sorted(running.used.values(), key=self.index.stops.__getitem__)
+        self._settle(used)  # while held: their order is by use alone
         for tier, entry in running.holds:
             tier.release(entry)
-        for entry in running.used.values():
+        for entry in used:
             self.index.unuse(entry)
 
     def hold_prefix(self, chain: ChunkChain, tokens: int) -> list[tuple[TierIndex, int]]:
@@ -383,8 +385,10 @@ class ControlPlane:
     # ---------------------------------------------------------------- what the data plane says
 
     def apply(self, report: Iterable[Done]) -> None:
-        """Take note of what was done: confirmed chunks become resident, failed ones are taken back."""
-        self.expire()
+        """Take note of what was done: confirmed chunks become resident, failed ones are taken back.
+
+        An answer counts however long nobody came to fetch it; only then is it seen what is still without one.
+        """
         late: dict[tuple[str, int], list[int]] = {}
         for done in report:
             entry = self.index.find(done.key)
@@ -395,6 +399,7 @@ class ControlPlane:
                 late.setdefault((done.request, confirmed), []).append(entry)
         for (_, level), entries in late.items():  # their request was over before they were confirmed
             self._settle(entries, [level])
+        self.expire()
 
     def _stored(self, entry: int, done: Done) -> int:
         """Note a store into the arena; returns the level that now holds the chunk, or -1. So do the next two."""
@@ -521,7 +526,7 @@ class ControlPlane:
         self.tiers[level].reserve(entry, stored.nbytes)
         self.index.set_resident(entry, level)
         if stored.stop - stored.start < self.layout.chunk_tokens:
-            self._tails.setdefault(stored.parent, set()).add(stored.stop)
+            self._note_tail(stored.parent, stored.stop, entry)
         return entry
 
     def keys_at(self, level: int) -> list[bytes]:
@@ -684,12 +689,20 @@ class ControlPlane:
             self._forget_tail(entry)
         self.index.clear(entry, level)
 
+    def _note_tail(self, parent: bytes, stop: int, entry: int) -> None:
+        self._tails.setdefault(parent, {}).setdefault(stop, set()).add(entry)
+
     def _forget_tail(self, entry: int) -> None:
-        parent = self.index.parent_key(entry) if self._tails else b""
-        if stops := self._tails.get(parent):
-            stops.discard(self.index.stops[entry])
-            if not stops:
-                del self._tails[parent]
+        if not self._tails:
+            return
+        parent, stop = self.index.parent_key(entry), self.index.stops[entry]
+        stops = self._tails.get(parent, {})
+        entries = stops.get(stop, set())
+        entries.discard(entry)
+        if not entries:
+            stops.pop(stop, None)
+        if not stops:
+            self._tails.pop(parent, None)
 
     def _remember_departure(self, key: bytes, reason: str) -> None:
         self._departed[key] = reason
@@ -720,11 +733,11 @@ class ControlPlane:
     # ---------------------------------------------------------------- holds
 
     def _use(self, running: _Running, chunk: Chunk) -> int:
-        if chunk.stop not in running.used:
+        if chunk.key not in running.used:
             entry = self.index.add_chunk(chunk)
             self.index.use(entry)
-            running.used[chunk.stop] = entry
-        return running.used[chunk.stop]
+            running.used[chunk.key] = entry
+        return running.used[chunk.key]
 
     def _hold(self, running: _Running, level: int, entry: int) -> None:
         self.tiers[level].hold(entry)

@@ -263,6 +263,8 @@ class CacheEngine:
                 f"chunk_tokens is {self.config.chunk_tokens} in the settings and {identity.layout.chunk_tokens} "
                 f"in the layout; they must agree"
             )
+        layout, config = identity.layout, self.config
+        self._boundaries = Boundaries.of(layout, config.boundary_tokens, config.min_chunk_tokens)
         self._event_file = EventFile(self.config.events_path) if record is None and self.config.events_path else None
         self.record = record if record is not None else Recorder(sink=self._event_file)
         self.data = build_data(identity, self.config)  # first: it knows whether the machine has the memory
@@ -273,8 +275,6 @@ class CacheEngine:
             raise
         self._digest = identity.digest
         self._adapters: dict[str, set[tuple[str, ...]]] = {}  # salt -> adapters that chunks were stored for
-        layout, config = identity.layout, self.config
-        self._boundaries = Boundaries.of(layout, config.boundary_tokens, config.min_chunk_tokens)
         self._serial = 0
         self._process = os.getpid()
         self._closed = False
@@ -517,7 +517,8 @@ class CacheEngine:
             self._end(request)
         loaded = {done.key for done in report if done.request == request and not done.reason}
         arrived = takewhile(lambda chunk: chunk.key in loaded, (o.chunk for o in orders if isinstance(o, Load)))
-        return max((chunk.stop for chunk in arrived), default=0)
+        # A chunk that came since the lookup may reach further than the blocks that were asked for.
+        return min(hit, max((chunk.stop for chunk in arrived), default=0))
 
     def _miss(self, chain: ChunkChain) -> int:
         if self.is_open:

@@ -82,7 +82,7 @@ class _Walk:
                 self.evict(pinned)
             self.index[node] = self.free.pop(self.rng.randrange(len(self.free)))
             above = self.index[node[:-1]] if len(node) > 1 else -1
-            about = {"depth": len(node) - 1, "tokens": 16, "nbytes": 1024, "tenant": node[0]}
+            about = {"depth": len(node) - 1, "tokens": 16, "nbytes": 1024, "tenant": chain[0][0]}
             costs = {"recompute_seconds": 0.01 * len(node), "load_seconds": 0.005}
             self.order.insert(self.index[node], parent=above, key=hash(node), **about, **costs)
             self.order.pin(self.index[node])

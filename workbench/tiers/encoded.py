@@ -1,8 +1,8 @@
 """Any tier with a codec before it: what lies there is smaller, and whoever reads pays for decoding.
 
-    write   chunk -> codec -> frame | code -> the tier
-    read    the tier -> frame checked -> codec -> chunk
-    frame   8 bytes: length of the code; 8 bytes: digest of the codec's repr
+write   chunk -> codec -> frame | code -> the tier
+read    the tier -> frame checked -> codec -> chunk
+frame   8 bytes: length of the code; 8 bytes: digest of the codec's repr
 """
 
 import hashlib
