@@ -1,7 +1,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-slow bench lab lint clean
+.PHONY: help install demo test test-slow bench lab docs lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,9 @@ bench: install  ## every benchmark at short size, one table
 
 lab: install  ## JupyterLab with the notebooks, on 127.0.0.1
 	$(BIN)/kvworkbench lab $(ARGS)
+
+docs: install  ## the documentation site, into build/docs/site
+	$(BIN)/python -m experiments.docs $(ARGS)
 
 lint: install  ## ruff and pyright
 	$(BIN)/ruff check .
