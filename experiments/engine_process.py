@@ -2,6 +2,8 @@
 
     parent -> {"op": "generate", "id": ..., "token_ids": [...], "max_tokens": ...}
     child  -> {"ttft_s": ..., "queue_s": ..., "token_ids": [...], "counters": {...}}
+    parent -> {"op": "reset"}
+    child  -> {"reset": true}
 
 The engine runs in single-process mode: no idle core spins, nothing but the request runs while it is measured, and the
 scheduler's and the worker's half of the connector share the process without sharing memory.
@@ -12,20 +14,44 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["main"]
+__all__ = ["ENVIRONMENT", "UNTRACKED", "engine_environment", "main"]
+
+UNTRACKED = {"VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}  # nothing calls home
 
 # Fixed for every engine alike. vLLM's automatic binding takes another core away when a connector is configured, so
 # that engines with and without one would compute with different numbers of threads.
 ENVIRONMENT = {
+    **UNTRACKED,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONHASHSEED": "0",
 }
+
+# Inherited, these would overrule what the engine is told.
+_OVERRULING = {"kv_cache_memory_bytes": "VLLM_CPU_KVCACHE_SPACE"}
+
+
+def engine_environment(threads: int, options: Mapping[str, Any]) -> dict[str, str]:
+    """Environment of an engine's process: this one's, with what must be the same for every engine.
+
+    Args:
+        threads: Compute threads; 0 for all cores.
+        options: Arguments of `vllm.LLM`.
+    """
+    count = str(threads or os.cpu_count() or 1)
+    root = str(Path(__file__).parent.parent)
+    path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
+    overruling = {variable for option, variable in _OVERRULING.items() if option in options}
+    inherited = {name: value for name, value in os.environ.items() if name not in overruling}
+    return {**inherited, **ENVIRONMENT, "OMP_NUM_THREADS": count, "NUMBA_NUM_THREADS": count,
+            "NUMBA_THREADING_LAYER": "omp", "PYTHONPATH": path}  # fmt: skip
+
 
 _COUNTERS = ("vllm:prefix_cache_hits", "vllm:external_prefix_cache_hits", "vllm:prefix_cache_queries",
              "vllm:external_prefix_cache_queries", "vllm:prompt_tokens")  # fmt: skip
@@ -41,7 +67,7 @@ def main() -> None:
             message = json.loads(line)
             if message["op"] == "close":
                 break
-            _answer(answers, engine.generate(message))
+            _answer(answers, engine.reset() if message["op"] == "reset" else engine.generate(message))
         engine.close()
         _answer(answers, {"closed": True})
     except Exception as error:
@@ -58,6 +84,8 @@ class _Engine:
     """A vLLM engine and what is read from it after each request."""
 
     def __init__(self, spec: dict[str, Any]):
+        if spec.get("append_path"):
+            sys.path.append(spec["append_path"])
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -71,6 +99,8 @@ class _Engine:
                 kv_connector_extra_config=spec["cache"],
             )
         elif spec.get("kv_transfer") is not None:
+            import workbench.connectors.vllm  # noqa: F401  lets vLLM start although another connector loads numba
+
             options["kv_transfer_config"] = KVTransferConfig(**spec["kv_transfer"])
         self.llm = LLM(model=spec["model"], disable_log_stats=False, **options)
 
@@ -94,6 +124,7 @@ class _Engine:
             "threads": torch.get_num_threads(),
             "thread_binding": os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
             "device": config.device_config.device_type,
+            **_cache_settings(self.llm),
         }
 
     def generate(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -127,8 +158,13 @@ class _Engine:
             "counters": {name: after[name] - before[name] for name in after},
         }
 
+    def reset(self) -> dict[str, bool]:
+        """Forget what vLLM's prefix cache and the connector hold."""
+        has_connector = self.llm.llm_engine.vllm_config.kv_transfer_config is not None
+        return {"reset": bool(self.llm.reset_prefix_cache(reset_connector=has_connector))}
+
     def _counters(self) -> dict[str, float]:
-        found = dict.fromkeys(_COUNTERS, 0.0)
+        found: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         for metric in self.llm.get_metrics():
             if metric.name in found:
                 found[metric.name] += metric.value
@@ -139,6 +175,23 @@ class _Engine:
 
         ensure_kv_transfer_shutdown()  # finishes queued writes
         self.llm.llm_engine.engine_core.shutdown()
+
+
+def _cache_settings(llm: Any) -> dict[str, Any]:
+    """Chunk size and tiers that this project's connector runs with; nothing for another connector."""
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    half = getattr(connector, "half", None)
+    if half is None:
+        return {}
+    codecs = {tier.name: repr(tier.codec) for tier in half.tiers if hasattr(tier, "codec")}
+    return {
+        "chunk_tokens": half.identity.layout.chunk_tokens,
+        "tiers": {
+            tier.name: {"capacity_bytes": tier.capacity_bytes, "policy": repr(tier.order.policy),
+                        "codec": codecs.get(tier.name, "raw")}
+            for tier in half.control.tiers
+        },
+    }  # fmt: skip
 
 
 def _chosen_logprobs(answer: Any) -> list[float] | None:

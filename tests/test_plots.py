@@ -55,6 +55,7 @@ def few(run: SyntheticRun, n: int) -> pl.DataFrame:
 
 def test_the_plots_are_the_files_and_a_wrong_name_lists_them():
     assert plot_names() == [
+        "break_even",
         "hit_rates",
         "hit_tokens",
         "speedup",
@@ -62,6 +63,7 @@ def test_the_plots_are_the_files_and_a_wrong_name_lists_them():
         "ttft",
         "ttft_by_length",
         "ttft_parts",
+        "ttft_waterfall",
     ]
     with pytest.raises(UnknownNameError, match="did you mean 'ttft'"):
         resolve_plot("tfft")

@@ -13,6 +13,8 @@ import plotly.graph_objects as go
 from experiments.summary import PHASE_TEXT
 
 __all__ = [
+    "COLOR_SCALE",
+    "LINE_STYLES",
     "PALETTE",
     "PART_STYLES",
     "REFERENCE_COLOR",
@@ -21,6 +23,7 @@ __all__ = [
     "arm_styles",
     "bar_fill",
     "label_text",
+    "line_style",
     "new_figure",
     "no_data_figure",
     "phase_text",
@@ -59,9 +62,24 @@ _FURTHER = (
     ArmStyle(PALETTE[4], "hexagon", "dot", "+"),
 )
 
+# Lines that are not arms, in order: colour, symbol and dash.
+LINE_STYLES = (
+    (PALETTE[5], "circle", "solid"),
+    (PALETTE[6], "square", "dash"),
+    (PALETTE[3], "diamond", "dot"),
+    (PALETTE[7], "triangle-up", "dashdot"),
+    (PALETTE[1], "cross", "longdash"),
+    (PALETTE[2], "x", "longdashdot"),
+    (PALETTE[8], "star", "dash"),
+)
+
+# For values as colours, legible on light and dark alike: blue over grey to orange.
+COLOR_SCALE = ((0.0, PALETTE[5]), (0.5, "#8E8E93"), (1.0, PALETTE[1]))
+
 # Parts of a time, bottom to top: colour and bar pattern.
 PART_STYLES = {
     "queue": (PALETTE[8], "/"),
+    "lookup": (PALETTE[1], "x"),
     "load": (PALETTE[2], ""),
     "prefill": (PALETTE[7], "."),
     "rest": (PALETTE[4], "\\"),
@@ -73,6 +91,13 @@ def arm_styles(arms: list[str]) -> dict[str, ArmStyle]:
     others = [arm for arm in arms if arm not in _KNOWN]
     further = {arm: _FURTHER[number % len(_FURTHER)] for number, arm in enumerate(others)}
     return {arm: _KNOWN.get(arm) or further[arm] for arm in arms}
+
+
+def line_style(number: int) -> tuple[str, str, str]:
+    """Colour, symbol and dash of line `number`; the first 49 differ."""
+    turn, place = divmod(number, len(LINE_STYLES))
+    _, symbol, dash = LINE_STYLES[(place + turn) % len(LINE_STYLES)]
+    return LINE_STYLES[place][0], symbol, dash
 
 
 def phase_text(phase: str) -> str:

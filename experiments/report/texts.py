@@ -26,8 +26,12 @@ FIGURES = {
     "Repeated questions show what reuse saves; first questions show what keeping the KV costs, if anything.",
     "ttft_parts": "Queue is the time until the scheduler took the request, load the time to bring stored KV into "
     "vLLM's pages, prefill the computation of the rest of the prompt, and rest what lies before the queue.",
+    "ttft_waterfall": "One bar a request, its parts one after the other. Each arm has a scale of its own. Where the "
+    "engine does not record the time of its lookup, that is part of the queue.",
     "ttft_by_length": "Every mark is one request, open for a first question, filled for a repeated one. Without reuse "
     "the time grows with the prompt; with reuse it grows with what is left to compute.",
+    "break_even": "Medians by prompt length, and the cost model fitted to them: where the lines cross, reuse begins to "
+    "pay. The lines are the model's, the marks were measured.",
     "hit_tokens": "The bound follows from the workload: what an unlimited cache of whole chunks would find. A mark "
     "above the line belongs to an arm that shares smaller pieces than a chunk, such as vLLM's blocks.",
     "hit_rates": "By tokens: reused tokens of the looked-up ones. By chunks: found chunks of the full chunks looked "
