@@ -3,16 +3,19 @@
 events -> CacheState -> tiers, the chunks of a prompt, the prefix tree -> figures
 """
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import plotly.graph_objects as go
 import polars as pl
 
 from experiments.plots._style import PALETTE, bar_fill, label_text, new_figure, no_data_figure
 from experiments.units import bytes_text
+from workbench.events import Event, events_frame
 
-__all__ = ["CacheState", "plot_prefix_tree", "plot_prompt", "tiers_text"]
+__all__ = ["CacheState", "plot_prefix_tree", "plot_prompt", "read_events", "tiers_text"]
 
 _ARRIVES, _LEAVES = ("store", "promote", "demote"), ("evict", "remove")
 _CHAIN = ("hit", "miss", "store", "dedup")
@@ -20,6 +23,12 @@ _TREE_CHUNKS = 400  # drawn at most; the first that were met
 _GONE = "not stored"
 _TIER_STYLES = ((PALETTE[5], ""), (PALETTE[3], "/"), (PALETTE[2], "x"), (PALETTE[7], "."))
 _MISS_STYLE = (PALETTE[1], "\\")
+
+
+def read_events(path: Path) -> pl.DataFrame:
+    """The events of a file that an engine writes (`events_path`), as far as they are whole; none if it is not there."""
+    whole = path.read_bytes().rpartition(b"\n")[0] if path.exists() else b""
+    return events_frame(Event(*json.loads(line)) for line in whole.splitlines())
 
 
 @dataclass

@@ -11,7 +11,7 @@ from experiments.serving import ARMS, Arm, Comparison, Progress
 from experiments.workloads.long_document import long_document
 from workbench.explain import common_prefix_tokens
 
-__all__ = ["compare", "demo_workload"]
+__all__ = ["compare", "demo_workload", "engine_room", "shared_tokens"]
 
 _BLOCK_TOKENS = 128  # of vLLM's CPU backend
 _HEADROOM_TOKENS = 512
@@ -49,13 +49,8 @@ def compare(model: str | Path | ModelSource = "smollm2", workload: Any = None, *
     source = model if isinstance(model, ModelSource) else resolve_model(model)
     workload = workload if workload is not None else demo_workload(source)
     folder = new_run_folder(name, runs)
-    longest = max(len(r.token_ids) + r.max_tokens for r in workload.requests)
-    length = -(-(longest + _HEADROOM_TOKENS) // _BLOCK_TOKENS) * _BLOCK_TOKENS
-    # Room for every prompt of the run, so that vLLM's own prefix cache never evicts and is a fair comparison.
-    kv_tokens = sum(-(-len(r.token_ids) // _BLOCK_TOKENS) * _BLOCK_TOKENS for r in workload.requests) + 2 * length
-    vllm = {"max_model_len": length, "kv_cache_memory_bytes": kv_tokens * (source.bytes_per_token or 1 << 16)}
-    comparison = Comparison(str(source.path), workload, arms=arms, folder=folder, threads=threads, vllm=vllm,
-                            watch=watch)  # fmt: skip
+    comparison = Comparison(str(source.path), workload, arms=arms, folder=folder, threads=threads,
+                            vllm=engine_room(workload, source), watch=watch)  # fmt: skip
     rows = comparison.run()
     events = comparison.events()
     requests = requests_frame(folder.name, rows, events, shared_tokens(workload))
@@ -67,9 +62,19 @@ def compare(model: str | Path | ModelSource = "smollm2", workload: Any = None, *
                      "requests": len(workload.requests),
                      "sources": [vars(source) for source in workload.sources]},
         "arms": {arm.name: comparison.settings[arm.name] for arm in comparison.arms},
+        "skipped_arms": comparison.skipped,
         "method": "one request at a time; arms in rotating order; one single-process vLLM engine an arm; eager mode; "
                   "greedy; thread binding fixed and equal in all arms; a short warm-up request that shares no chunk",
     })  # fmt: skip
+
+
+def engine_room(workload: Any, source: ModelSource) -> dict[str, int]:
+    """Arguments of `vllm.LLM` that give room for every prompt of a workload: vLLM's own prefix cache never evicts then,
+    and is a fair comparison."""
+    longest = max(len(r.token_ids) + r.max_tokens for r in workload.requests)
+    length = -(-(longest + _HEADROOM_TOKENS) // _BLOCK_TOKENS) * _BLOCK_TOKENS
+    kv_tokens = sum(-(-len(r.token_ids) // _BLOCK_TOKENS) * _BLOCK_TOKENS for r in workload.requests) + 2 * length
+    return {"max_model_len": length, "kv_cache_memory_bytes": kv_tokens * (source.bytes_per_token or 1 << 16)}
 
 
 def shared_tokens(workload: Any) -> dict[str, int]:

@@ -111,7 +111,7 @@ def requests_frame(run_id: str, rows: list[dict[str, Any]], events: pl.DataFrame
         name, load_s = row["request_id"], loads.get((row["arm"], row["engine_request"]), 0.0)
         full.append({
             **{column: row.get(column) for column in _SCHEMA}, "run_id": run_id, "load_s": load_s,
-            "prefill_s": row["load_and_prefill_s"] - load_s,
+            "prefill_s": None if row["load_and_prefill_s"] is None else row["load_and_prefill_s"] - load_s,
             "kind": _kind(row["cached_tokens"], shared_tokens[name]),
             "first_difference_none": _first_difference(row["token_ids"], reference["none"].get(name)),
             "first_difference_prefix_cache": _first_difference(row["token_ids"], reference["prefix_cache"].get(name)),

@@ -1,7 +1,12 @@
 """Real vLLM, with and without reuse: engines as processes, arms, and one workload through several of them.
 
 arms -> one engine process each -> first questions, rotating through the arms -> restart where an arm asks for it
-     -> repeated questions, rotating -> requests and events as frames -> a run
+     -> the other requests, rotating -> requests and events as frames -> a run
+
+What would distort the comparison is the same in every arm or kept out of the figures: threads and their binding, the
+hash seed, inherited variables that overrule settings (`engine_process.engine_environment`); cores that idle engines
+spin on (single-process engines do not); stores that a connector puts off to its next step (an untimed short request
+makes it do them); warm file caches (`Arm.cold_files`).
 """
 
 import itertools
@@ -12,64 +17,33 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.engine_process import ENVIRONMENT
+from experiments.arms import ARMS, Arm, ArmUnavailableError, arm_by_name, ready
+from experiments.engine_process import engine_environment
 from workbench.config import CacheConfig
-from workbench.errors import CacheError, InvalidInputError, UnknownNameError
+from workbench.errors import CacheError, InvalidInputError
 
-__all__ = ["ARMS", "Arm", "Comparison", "EngineError", "EngineProcess", "Progress", "arm_by_name"]
+__all__ = ["ARMS", "Arm", "Comparison", "EngineError", "EngineProcess", "Progress", "arm_by_name", "drop_file_cache"]
+
+_SHORT_PROMPT = np.arange(1, 40)  # less than a block: no arm stores or finds it
+
+# What a request has to show for itself when its engine failed.
+_NO_ANSWER = {
+    "engine_request": "", "ttft_s": None, "queue_s": None, "load_and_prefill_s": None, "itl_s": None, "e2e_s": None,
+    "cached_tokens": 0, "token_ids": [], "text": "", "finish_reason": "error", "counters": Counter(),
+}  # fmt: skip
 
 
 class EngineError(CacheError):
     """An engine process failed; the message holds what it said last."""
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way of serving the same requests.
-
-    Args:
-        name: Short, for tables.
-        label: For people.
-        prefix_caching: vLLM's own prefix cache on.
-        cache: Settings of the engine (`CacheConfig`), or None without it.
-        disk: The engine has a disk tier in a folder of this run.
-        restart: vLLM is stopped and started between the first questions and the repeated ones.
-        kv_transfer: Another connector's `KVTransferConfig` fields, for comparisons.
-    """
-
-    name: str
-    label: str
-    prefix_caching: bool = False
-    cache: Mapping[str, Any] | None = None
-    disk: bool = False
-    restart: bool = False
-    kv_transfer: Mapping[str, Any] | None = None
-
-
-ARMS = (
-    Arm("none", "no reuse"),
-    Arm("prefix_cache", "vLLM's prefix cache", prefix_caching=True),
-    Arm("memory", "KV Workbench (memory)", cache={"memory_bytes": "1GiB"}),
-    Arm("disk", "KV Workbench (disk, after a restart)", cache={"memory_bytes": 0}, disk=True, restart=True),
-)
-
-
-def arm_by_name(name: str | Arm) -> Arm:
-    """The arm of that name. Raises UnknownNameError, with the names there are."""
-    if isinstance(name, Arm):
-        return name
-    for arm in ARMS:
-        if arm.name == name:
-            return arm
-    raise UnknownNameError("arm", name, [arm.name for arm in ARMS])
 
 
 @dataclass
@@ -84,6 +58,7 @@ class EngineProcess:
         vllm: Further arguments of `vllm.LLM`.
         kv_transfer: Another connector's `KVTransferConfig` fields.
         load_failure_policy: What vLLM does when a load fails: "recompute" or "fail".
+        append_path: Searched for packages after the engine's own: where another connector's package lies.
         log: File for what the process prints; a temporary one by default.
 
     Raises:
@@ -97,6 +72,7 @@ class EngineProcess:
     vllm: Mapping[str, Any] = field(default_factory=dict)
     kv_transfer: Mapping[str, Any] | None = None
     load_failure_policy: str = "recompute"
+    append_path: str | None = None
     log: Path | None = None
 
     def __post_init__(self):
@@ -118,7 +94,8 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.engine_process", str(to_child[0]), str(to_parent[1])],
                 pass_fds=(to_child[0], to_parent[1]), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=self._environment(), cwd=Path(__file__).parent.parent, start_new_session=True,
+                env=engine_environment(self.threads, self.vllm), cwd=Path(__file__).parent.parent,
+                start_new_session=True,
             )  # fmt: skip
         os.close(to_child[0])
         os.close(to_parent[1])
@@ -139,6 +116,10 @@ class EngineProcess:
         """
         ids = np.asarray(token_ids).tolist()
         return self._ask({"op": "generate", "token_ids": ids, "max_tokens": max_tokens, **options})
+
+    def reset(self) -> bool:
+        """Forget what the engine's caches hold, so that the next prompt is cold; False if something is still in use."""
+        return bool(self._ask({"op": "reset"})["reset"])
 
     def close(self) -> None:
         """Stop the engine; queued writes are finished. Twice is fine."""
@@ -183,14 +164,23 @@ class EngineProcess:
         options = {"enforce_eager": True, "enable_prefix_caching": self.prefix_caching, "seed": 0, **self.vllm}
         cache = None if self.cache is None else {k: str(v) if isinstance(v, Path) else v for k, v in self.cache.items()}
         return {"model": self.model, "vllm": options, "cache": cache, "kv_transfer": self.kv_transfer,
-                "load_failure_policy": self.load_failure_policy}  # fmt: skip
+                "load_failure_policy": self.load_failure_policy, "append_path": self.append_path}  # fmt: skip
 
-    def _environment(self) -> dict[str, str]:
-        threads = str(self.threads or os.cpu_count() or 1)
-        root = str(Path(__file__).parent.parent)
-        path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
-        return {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": threads, "NUMBA_NUM_THREADS": threads,
-                "NUMBA_THREADING_LAYER": "omp", "PYTHONPATH": path}  # fmt: skip
+
+def drop_file_cache(folder: Path) -> int:
+    """Drop what a folder's files have in the operating system's cache, so that they are read from the disk next.
+
+    Returns:
+        How many files; where the system has no such call, 0.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return 0
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    for path in files:
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())  # only what is on the disk can be dropped
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return len(files)
 
 
 @dataclass(frozen=True)
@@ -206,6 +196,9 @@ class Progress:
 class Comparison:
     """One workload through several arms, in rotating order, one request at a time.
 
+    An arm whose software is not installed is left out, with the reason in `skipped`. An engine that fails gives rows
+    with an error, and the others go on.
+
     Args:
         model: Folder or Hugging Face name.
         workload: Requests; see `experiments.workloads`.
@@ -214,15 +207,22 @@ class Comparison:
         threads: Compute threads of every engine; all cores by default.
         vllm: Further arguments of `vllm.LLM`, the same for every arm.
         watch: Called with `Progress` before each step.
+
+    Raises:
+        ArmUnavailableError: None of the arms can run here.
     """
 
     def __init__(self, model: str, workload: Any, *, arms: Sequence[str | Arm], folder: Path, threads: int = 0,
                  vllm: Mapping[str, Any] | None = None,
                  watch: Callable[[Progress], None] = lambda _: None):  # fmt: skip
-        self.model, self.workload, self.folder = model, workload, Path(folder)
-        self.arms = [arm_by_name(arm) for arm in arms]
-        if len({arm.name for arm in self.arms}) < len(self.arms):
-            raise InvalidInputError(f"arms {[arm.name for arm in self.arms]} are not all different")
+        self.model, self.workload, self.folder = model, workload, Path(folder).absolute()  # engines run elsewhere
+        asked = [arm_by_name(arm) for arm in arms]
+        if len({arm.name for arm in asked}) < len(asked):
+            raise InvalidInputError(f"arms {[arm.name for arm in asked]} are not all different")
+        self.skipped = {arm.name: arm.missing for arm in asked if arm.missing}
+        self.arms = [arm for arm in asked if arm.name not in self.skipped]
+        if not self.arms:
+            raise ArmUnavailableError(f"no arm can run here: {self.skipped}")
         self.threads, self.vllm, self.watch = threads or os.cpu_count() or 1, dict(vllm or {}), watch
         self.rows: list[dict[str, Any]] = []
         self.settings: dict[str, dict[str, Any]] = {}
@@ -230,28 +230,38 @@ class Comparison:
         self._starts = dict.fromkeys((arm.name for arm in self.arms), 0)
         self._started = time.perf_counter()
         self._done = 0
-        self._bound = None
+        self._bounds: dict[str, tuple[int, int]] = {}
+        self._turns = itertools.count()
 
     def run(self) -> list[dict[str, Any]]:
         """Run everything; returns one row a request and arm. Engines are closed whatever happens."""
-        first = [r for r in self.workload.requests if r.question == 0]
-        again = [r for r in self.workload.requests if r.question > 0]
-        try:
-            for arm in self.arms:
-                self._start(arm)
-            self._ask_all(first, "first")
-            for arm in self.arms:
-                if arm.restart:
-                    self._step(f"restarting vLLM: {arm.label}")
-                    self._engines.pop(arm.name).close()
-                    self._start(arm, announce=False)
-            self._ask_all(again, "again")
-        finally:
-            for engine in self._engines.values():
-                engine.close()
-            for arm in self.arms:
-                shutil.rmtree(self._tier_path(arm), ignore_errors=True)  # large, and of no use after the run
+        requests = list(self.workload.requests)
+        split = next((i for i, request in enumerate(requests) if request.question > 0), len(requests))
+        with ExitStack() as companions:
+            try:
+                self.arms = [companions.enter_context(ready(arm, self.folder)) for arm in self.arms]
+                for arm in self.arms:
+                    self._start(arm)
+                self._ask_all(requests[:split])
+                for arm in self.arms:
+                    self._between(arm)
+                self._ask_all(requests[split:])
+            finally:
+                for engine in self._engines.values():
+                    engine.close()
+                for arm in self.arms:
+                    shutil.rmtree(arm.tier_path(self.folder), ignore_errors=True)  # large, and of no use after the run
         return self.rows
+
+    def _between(self, arm: Arm) -> None:
+        """What an arm asks for between the first questions and the others."""
+        if arm.restart:
+            self._step(f"restarting vLLM: {arm.label}")
+            self._engines.pop(arm.name).close()
+        if arm.cold_files:
+            drop_file_cache(arm.tier_path(self.folder))
+        if arm.restart:
+            self._start(arm, announce=False)
 
     def events(self) -> Any:
         """Events of every arm as one polars frame, with a column `arm`; requests are numbered `start:number`.
@@ -277,19 +287,16 @@ class Comparison:
     def _start(self, arm: Arm, announce: bool = True) -> None:
         if announce:
             self._step(f"starting vLLM: {arm.label}")
-        cache, start = None, self._starts[arm.name]
+        options, start = arm.engine_options(self.folder), self._starts[arm.name]
         self._starts[arm.name] += 1
-        if arm.cache is not None:
-            cache = {**arm.cache, "events_path": str(self._events_path(arm, start))}
-            if arm.disk:
-                cache["disk_path"] = str(self._tier_path(arm))
-        engine = EngineProcess(self.model, cache=cache, prefix_caching=arm.prefix_caching, threads=self.threads,
-                               vllm=self.vllm, kv_transfer=arm.kv_transfer,
+        if options["cache"] is not None:
+            options["cache"]["events_path"] = str(self._events_path(arm, start))
+        engine = EngineProcess(self.model, threads=self.threads, vllm={**self.vllm, **arm.vllm}, **options,
                                log=self.folder / f"engine-{arm.name}.log")  # fmt: skip
         self._engines[arm.name] = engine.start()
         self._check_settings(arm, engine.settings)
         self.settings[arm.name] = {**engine.settings, "cache": dict(arm.cache or {})}
-        engine.generate(np.arange(1, 40), max_tokens=2)  # loads code paths; request 0 of each start, in no statistics
+        engine.generate(_SHORT_PROMPT, max_tokens=2)  # loads code paths; request 0 of each start, in no statistics
 
     def _check_settings(self, arm: Arm, settings: dict[str, Any]) -> None:
         """What runs must be what was asked for, or the comparison is of something else."""
@@ -297,43 +304,53 @@ class Comparison:
             raise EngineError(f"arm {arm.name} runs with {settings}, asked were prefix_caching={arm.prefix_caching}, "
                               f"threads={self.threads}")  # fmt: skip
 
-    def _ask_all(self, requests: Sequence[Any], phase: str) -> None:
-        rotation = itertools.count()
+    def _ask_all(self, requests: Sequence[Any]) -> None:
         for request in requests:
-            turn = next(rotation) % len(self.arms)
+            turn = next(self._turns) % len(self.arms)
             for arm in self.arms[turn:] + self.arms[:turn]:
-                self._step(f"{request.request_id}, {arm.label}", len(request.token_ids))
-                self.rows.append(self._ask(arm, request, phase))
+                self._step(f"{request.request_id}, {arm.label}")
+                self.rows.append(self._ask(arm, request))
 
-    def _ask(self, arm: Arm, request: Any, phase: str) -> dict[str, Any]:
-        answer = self._engines[arm.name].generate(request.token_ids, max_tokens=request.max_tokens)
+    def _ask(self, arm: Arm, request: Any) -> dict[str, Any]:
+        engine = self._engines[arm.name]
+        try:
+            answer = engine.generate(request.token_ids, max_tokens=request.max_tokens)
+            if arm.deferred_stores:
+                engine.generate(_SHORT_PROMPT, max_tokens=1)  # makes the connector do its stores; not timed
+        except EngineError as error:
+            answer = {**_NO_ANSWER, "error": str(error)}
+        return self._row(arm, request, answer)
+
+    def _row(self, arm: Arm, request: Any, answer: dict[str, Any]) -> dict[str, Any]:
         counters = answer.pop("counters")
         answer["engine_request"] = f"{self._starts[arm.name] - 1}:{answer['engine_request']}"
-        bound = self._upper_bound()
+        bound, most = self._upper_bound(request)
+        if answer["cached_tokens"] > most:
+            answer["error"] = f"contaminated: {answer['cached_tokens']} tokens found where {most} were sent before"
         return {
             "arm": arm.name, "arm_label": arm.label, "order": len(self.rows), "repeat": 0,
             "request_id": request.request_id, "group": request.group, "document": str(request.document),
-            "question": request.text or str(request.question), "phase": phase, "prompt_tokens": len(request.token_ids),
-            "expected_hit_tokens": bound[request.request_id], "output_tokens": len(answer["token_ids"]),
+            "question": request.text or str(request.question), "phase": "again" if request.question else "first",
+            "prompt_tokens": len(request.token_ids),
+            "expected_hit_tokens": bound, "output_tokens": len(answer["token_ids"]),
             "local_hit_tokens": int(counters["vllm:prefix_cache_hits"]),
             "external_hit_tokens": int(counters["vllm:external_prefix_cache_hits"]),
             "error": "" if answer["finish_reason"] != "error" else "finish_reason error", **answer,
         }  # fmt: skip
 
-    def _upper_bound(self) -> dict[str, int]:
-        if self._bound is None:
-            tokens = int(CacheConfig().chunk_tokens)
-            bound = self.workload.upper_bound_hit_tokens(tokens).tolist()
-            self._bound = {r.request_id: b for r, b in zip(self.workload.requests, bound, strict=True)}
-        return self._bound
+    def _upper_bound(self, request: Any) -> tuple[int, int]:
+        """Tokens that the request can hit in chunks of the default size, and in chunks of one token."""
+        if not self._bounds:
+            names = [request.request_id for request in self.workload.requests]
+            chunks = self.workload.upper_bound_hit_tokens(int(CacheConfig().chunk_tokens)).tolist()
+            single = self.workload.upper_bound_hit_tokens(1).tolist()
+            self._bounds = dict(zip(names, zip(chunks, single, strict=True), strict=True))
+        return self._bounds[request.request_id]
 
     def _events_path(self, arm: Arm, start: int) -> Path:
         return self.folder / f"events-{arm.name}-{start}.jsonl"
 
-    def _tier_path(self, arm: Arm) -> Path:
-        return self.folder / f"tier-{arm.name}"
-
-    def _step(self, what: str, tokens: int = 0) -> None:
+    def _step(self, what: str) -> None:
         total = len(self.arms) * (1 + len(self.workload.requests)) + sum(arm.restart for arm in self.arms)
         elapsed = time.perf_counter() - self._started
         left = elapsed / self._done * (total - self._done) if self._done > len(self.arms) else None

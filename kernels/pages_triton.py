@@ -19,7 +19,7 @@ import triton.language as tl
 from kernels.launch_triton import upload
 from kernels.pages import PageTable
 
-__all__ = ["copy_pages", "move", "pin"]
+__all__ = ["copy_pages", "move", "pin", "unpin"]
 
 _WORDS_AT_ONCE = 1024
 _STAGING_NBYTES = 256 << 20  # of GPU memory for chunks on their way
@@ -67,23 +67,25 @@ def copy_pages(
 def move(pages: PageTable, blocks: np.ndarray, arena: np.ndarray, slots: np.ndarray, gather: bool) -> int:
     """arena[slots[k], l, i] = pages[l][blocks[k, i]], or the reverse; returns the number of pages moved.
 
-    When it returns, the bytes are there: neither the pages nor the arena are touched any more.
+    When it returns or raises, neither the pages nor the arena are touched any more.
     """
     device = pages.pages[0].device if pages.is_cuda else torch.device("cpu")
     at_once = max(1, _STAGING_NBYTES // max(1, arena[0].nbytes))
-    for at in range(0, len(slots), at_once):
-        wanted = blocks[at : at + at_once]
-        staged = torch.empty((len(wanted), *arena.shape[1:]), dtype=torch.uint8, device=device)
-        pairs = [(staged[k], torch.from_numpy(arena[slot])) for k, slot in enumerate(slots[at : at + at_once])]
-        if not gather or wanted.min() < 0:  # a page that is skipped keeps what the arena has
-            for here, there in pairs:
-                here.copy_(there, non_blocking=True)
-        _launch(pages, wanted, staged, gather)
-        if gather:
-            for here, there in pairs:
-                there.copy_(here, non_blocking=True)
-    if pages.is_cuda:
-        torch.cuda.current_stream(device).synchronize()
+    try:
+        for at in range(0, len(slots), at_once):
+            wanted = blocks[at : at + at_once]
+            staged = torch.empty((len(wanted), *arena.shape[1:]), dtype=torch.uint8, device=device)
+            pairs = [(staged[k], torch.from_numpy(arena[slot])) for k, slot in enumerate(slots[at : at + at_once])]
+            if not gather or wanted.min() < 0:  # a page that is skipped keeps what the arena has
+                for here, there in pairs:
+                    here.copy_(there, non_blocking=True)
+            _launch(pages, wanted, staged, gather)
+            if gather:
+                for here, there in pairs:
+                    there.copy_(here, non_blocking=True)
+    finally:  # after a fault, too: the arena goes back to its owner
+        if pages.is_cuda:
+            torch.cuda.current_stream(device).synchronize()
     return int((blocks >= 0).sum()) * len(pages.pages)
 
 
@@ -110,8 +112,9 @@ def _launch(pages: PageTable, blocks: np.ndarray, staged: torch.Tensor, gather: 
     )
 
 
-def pin(array: np.ndarray) -> None:
-    """Lock an array's memory, so that the GPU's copy engines reach it directly; warns where the system forbids it."""
+def pin(array: np.ndarray) -> bool:
+    """Lock an array's memory until `unpin`, so that the GPU's copy engines reach it directly; warns where the system
+    forbids it. Returns whether it is locked now."""
     code = torch.cuda.cudart().cudaHostRegister(array.ctypes.data, array.nbytes, 0)
     if int(code):
         warnings.warn(
@@ -119,3 +122,9 @@ def pin(array: np.ndarray) -> None:
             "transfers will be slower",
             stacklevel=2,
         )
+    return not int(code)
+
+
+def unpin(array: np.ndarray) -> None:
+    """Undo `pin`. Memory that is given back while it is locked leaves its addresses locked for whoever gets them next."""
+    torch.cuda.cudart().cudaHostUnregister(array.ctypes.data)

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from kernels.entropy import SCALE, capacity_words, decode, encode, normalize
+from kernels.entropy import (
+    SCALE,
+    capacity_words,
+    choose_tables,
+    decode,
+    encode,
+    normalize,
+    table_costs,
+    table_totals,
+)
 
 
 def sample(streams: int, rows: int, columns: int, spread: float = 3.0, seed: int = 0):
@@ -93,3 +102,17 @@ def test_bad_arguments_are_refused():
     words, counts = encoded(symbols, choice, frequencies)
     with pytest.raises(ValueError, match="counts must be"):
         decode(symbols, choice, frequencies=frequencies, words=words, counts=counts + 10**6)
+
+
+def test_totals_are_the_bits_and_the_choice_is_the_least():
+    symbols, _, frequencies = sample(3, 5, 200, spread=2.0)
+    costs = table_costs(np.concatenate([frequencies, normalize(np.ones((1, 256)))]))
+    totals = {impl: table_totals(symbols, costs, impl=impl) for impl in table_totals.impls}
+    for found in totals.values():
+        np.testing.assert_allclose(found, totals["reference"], rtol=1e-4)
+    assert totals["reference"].shape == (3, 5, 3) and totals["reference"][0, 0, 2] == 200 * 8
+    for impl in choose_tables.impls:
+        np.testing.assert_array_equal(choose_tables(symbols, costs, impl=impl), totals[impl].argmin(2))
+    _, counts = encoded(symbols, totals["reference"][:, :, :2].argmin(2), frequencies)
+    bits = totals["reference"][:, :, :2].min(2).sum()
+    assert bits <= counts.sum() * 16 <= bits + 3 * 64 * 16 + 3 * 32 * 16

@@ -404,15 +404,19 @@ def test_metrics_reach_vllm(tmp_path):
         engine.data.flush()
         engine.ask(p)
         engine.ask(prompt(98, 20))
+        engine.ask(prompt(98, 20))  # what the scheduler counts comes with the step after
         values = {}
         for metric in engine.llm.get_metrics():
             if metric.name.startswith("vllm:kvworkbench"):
-                values[metric.name, metric.labels["transfer"]] = getattr(
-                    metric, "count", getattr(metric, "value", None)
-                )
+                own = [value for label, value in metric.labels.items() if label in ("transfer", "tier", "reason")]
+                values[metric.name, *own] = getattr(metric, "count", getattr(metric, "value", None))
         assert values["vllm:kvworkbench_transfer_seconds", "load"] == 3
         assert values["vllm:kvworkbench_transfer_seconds", "write"] == 3
         assert values["vllm:kvworkbench_transfer_bytes", "store"] == 3 * engine.control.layout.chunk_nbytes
+        assert values["vllm:kvworkbench_hit_tokens", "memory"] == 192 == values["vllm:kvworkbench_reused_tokens",]
+        assert values["vllm:kvworkbench_lookup_tokens",] >= 400
+        used = {tier.name: tier.used_bytes for tier in engine.control.tiers}
+        assert {tier: values["vllm:kvworkbench_tier_used_bytes", tier] for tier in used} == used
 
 
 def test_quorum_waits_for_every_rank_and_one_fault_is_everybodys():

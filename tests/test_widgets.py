@@ -1,12 +1,14 @@
 """The panels without a browser, and what they are views of: comparisons, explanations, pairs, cache state, exports."""
 
 import json
+import os
 import re
 import time
 
 import nbformat
 import numpy as np
 import polars as pl
+import psutil
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 from oracle import IDENTITY, SMALL, Pages, chain_of
@@ -18,14 +20,22 @@ from experiments.curves import lru_curve
 from experiments.explain_run import explain_run
 from experiments.export import export, export_notebook
 from experiments.intervals import mean_interval
+from experiments.live_policy import beside_replay, live_study, workload_trace
 from experiments.paired import paired_difference, plot_paired_difference, settings_difference
 from experiments.policy_comparison import PolicyComparison, available_traces
 from experiments.policy_curves import CEILING, OPTIMUM
 from experiments.replay import replay
 from experiments.runs import Run
+from experiments.sharing import share
+from experiments.study import Study
+from experiments.study_curves import MEASURES, plot_sweep, sweep_axes, sweep_data
 from experiments.traces import chat, rag
-from experiments.widgets import CacheExplorer, ExplainCard, LiveChart, PolicyLab, RunBrowser
+from experiments.widgets import CacheExplorer, ExplainCard, LiveChart, PolicyLab, RunBrowser, SweepPanel
+from experiments.widgets.copy_text import CopyText
 from experiments.widgets.live_chart import plotly_library
+from experiments.widgets.row_table import RowTable
+from experiments.widgets.sweep_form import SweepForm
+from experiments.workloads import Request, Workload
 from workbench.engine import CacheEngine
 from workbench.errors import InvalidInputError, UnknownNameError
 from workbench.policies import policy, resolve_policy
@@ -153,11 +163,14 @@ def test_panels_shadow_nothing_that_widgets_are_made_of(tmp_path):
         RunBrowser(tmp_path),
         CacheExplorer(run, arm="memory"),
         ExplainCard(run),
+        SweepPanel(small_study(tmp_path)),
+        SweepForm("serving", {}),
     ]
-    for panel in (*panels, LiveChart()):
-        base = type(panel).__mro__[1]
+    for panel in (*panels, LiveChart(), RowTable(caption="rows"), CopyText({})):
+        base = next(cls for cls in type(panel).__mro__ if cls.__module__.startswith(("ipywidgets", "anywidget")))
         theirs = set(dir(base)) | set(vars(base()))
-        own = (set(vars(type(panel))) | set(vars(panel)) - set(vars(base()))) - {"close"}
+        ours = [cls for cls in type(panel).__mro__ if cls.__module__.startswith("experiments")]
+        own = (set().union(*map(vars, ours)) | set(vars(panel)) - set(vars(base()))) - {"close"}
         assert {name for name in own & theirs if not name.startswith("__")} <= MADE_BY_METACLASSES
 
 
@@ -239,6 +252,21 @@ def test_vllms_own_manager_agrees_with_the_replay():
     assert 0.05 < found.in_vllm < 0.9 and abs(found.in_vllm - found.in_replay) < 0.02
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_lab_serves_a_policy_under_real_vllm_beside_its_replay(tmp_path):
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    lab = PolicyLab(Recency, rivals=["sieve"], seeds=1, runs=tmp_path)
+    found = {(row["policy"], row["how"]): row for row in lab.run_live().iter_rows(named=True)}
+    assert set(found) == {(name, how) for name in ("Recency", "sieve") for how in ("measured", "simulated")}
+    for name in ("Recency", "sieve"):
+        measured, simulated = found[name, "measured"], found[name, "simulated"]
+        assert measured["prompt_tokens"] == simulated["prompt_tokens"] and measured["ttft_warm_mean_s"] > 0
+        assert measured["evictions"] > 0 and abs(measured["hit_rate"] - simulated["hit_rate"]) < 0.03
+    assert found["sieve", "measured"]["hit_tokens"] > found["Recency", "measured"]["hit_tokens"]
+    assert "measured" in lab._live_rows.value
+
+
 def test_capacity_table_is_the_curve_and_the_figure_names_the_knee():
     curve = lru_curve(SMALL_CHAT)
     table = capacity_table(curve, bytes_per_token=1 << 17)
@@ -246,6 +274,147 @@ def test_capacity_table_is_the_curve_and_the_figure_names_the_knee():
         assert curve.hit_rate(row["capacity_chunks"]) >= row["hit_rate_by_chunks"] - 1e-12
         assert curve.hit_rate(row["capacity_chunks"] - 1) < row["hit_rate_by_chunks"]
     assert any("knee" in trace.name for trace in plot_capacity(curve, bytes_per_token=1 << 17).data)
+
+
+# ---------------------------------------------------------------- a policy live, beside its replay
+
+
+def test_a_workload_as_a_trace_has_the_engines_chunks():
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 100, 40)
+    prompts = [np.concatenate([shared, rng.integers(0, 100, n)]) for n in (10, 30, 3)]
+    requests = [Request(f"r{n}", tokens, 0, n, 0, "cold") for n, tokens in enumerate([*prompts, prompts[1]])]
+    workload = Workload("made", tuple(requests), 0, "three prompts that share 40 tokens, one of them twice")
+    trace = workload_trace(workload, 16)
+    assert trace.lengths.tolist() == [3, 4, 2, 4] and trace.distinct == 2 + 1 + 2 and trace.conflicts == 0
+    found = replay(trace, "lru", capacity_chunks=100).hit_tokens
+    assert found.tolist() == [0, 32, 32, 64] == workload.upper_bound_hit_tokens(16).tolist()
+
+
+def test_live_studies_name_what_an_engine_can_import(tmp_path):
+    study = PolicyLab(Recency, rivals=["sieve"], seeds=1, runs=tmp_path).live_study()
+    own, rival = study.space["policy"]
+    assert rival == "sieve" and own.endswith(":Recency") and type(resolve_policy(own)).__name__ == "Recency"
+    assert PolicyLab("fifo", rivals=["lru"], seeds=1, runs=tmp_path).live_study().space["policy"] == ["fifo", "lru"]
+    with pytest.raises(InvalidInputError, match="settings of its own"):
+        PolicyLab(Recency(worth=3.0), rivals=["lru"], seeds=1, runs=tmp_path).live_study()
+    assert beside_replay(live_study("lru", rival="fifo", runs=tmp_path)).is_empty(), "nothing has run"
+
+
+def test_sharing_needs_three_questions_on_a_document(tmp_path):
+    once = Workload("made", (Request("r0", np.arange(300), 0, 0, 0, "cold"),), 0, "one question")
+    with pytest.raises(InvalidInputError, match="three questions"):
+        share("random:tiny", once, runs=tmp_path)
+    assert not list(tmp_path.iterdir()), "nothing was begun"
+
+
+# ---------------------------------------------------------------- sweeps
+
+
+def small_study(runs, **changes) -> Study:
+    made = {"space": {"chunk_tokens": [64, 96, 128], "policy": ["lru", "<b>"]}, "repeats": 2,
+            "fixed": {"trace": "chat", "trace.sessions": 30, "capacity_tokens": 6400}}  # fmt: skip
+    return Study("small", kind="replay", runs=runs, **(made | changes))
+
+
+def study_frame(**columns) -> pl.DataFrame:
+    return pl.DataFrame({"cell": [str(n) for n in range(len(columns["error"]))], **columns})
+
+
+def test_sweeps_put_a_number_across_and_keep_each_lines_place():
+    assert sweep_axes({"policy": ["a", "b"], "capacity_chunks": [1, 2], "chunk_tokens": [16, 32]}) == (
+        "chunk_tokens", ["policy", "capacity_chunks"])  # fmt: skip
+    assert sweep_axes({"trace": ["chat"], "policy": ["a", "b"]}) == ("policy", [])
+    space = {"policy": ["a", "b"], "chunk_tokens": [16, 32]}
+    frame = study_frame(policy=["b", "b", "b", "a"], chunk_tokens=[16, 16, 32, 16], hit_rate=[0.2, 0.4, 0.9, None],
+                        error=["", "", "broken", ""])  # fmt: skip
+    rate = MEASURES["replay"][0]
+    data = sweep_data(frame, space, rate)
+    assert data.select("line", "place", "x", "n").rows() == [("b", 1, 16.0, 2)], "no failed cell, no missing value"
+    assert data["mean"][0] == pytest.approx(30) and data["half_interval"][0] == pytest.approx(12.706 * 10, rel=1e-3)
+    figure = plot_sweep(data, kind="replay", measure=rate, across="chunk_tokens")
+    assert figure.layout.title.subtitle.text.startswith("simulated") and figure.data[0].name == "b"
+    both = sweep_data(frame.with_columns(hit_rate=pl.lit(0.5), error=pl.lit("")), space, rate)
+    colors = {trace.name: trace.line.color
+              for trace in plot_sweep(both, kind="serving", measure=rate, across="chunk_tokens").data}  # fmt: skip
+    assert colors["b"] == figure.data[0].line.color != colors["a"], "a line that comes later changes no colour"
+    empty = plot_sweep(data.clear(), kind="serving", measure=rate, across="chunk_tokens")
+    assert "no cell" in empty.layout.annotations[0].text and "measured" in empty.layout.title.subtitle.text
+
+
+def test_a_sweep_runs_shows_its_failures_and_is_found_again(tmp_path):
+    panel = SweepPanel(small_study(tmp_path))
+    assert "press Run" in panel._status.value and panel._stop.disabled and panel._resume.disabled
+    panel.run()
+    assert panel.study.status().state == "finished" and panel.frame().height == 12
+    table = json.loads(panel.table.content)
+    assert len(table["rows"]) == 12 and sum(bool(row["error"]) for row in table["rows"]) == 8
+    assert any("whole number" in row["error"] and "chunk_tokens 96" in row["label"] for row in table["rows"])
+    assert "8 failed, done" in panel._status.value and not panel._resume.disabled, "failed cells can be tried again"
+    assert {trace["name"] for trace in json.loads(panel.chart.spec)["data"]} == {"lru"}
+    assert [trace.name for trace in panel.figure().data] == ["lru"]
+    line = re.search(r"SweepPanel\.attach\(&#x27;(.*?)&#x27;\)", panel._again.value)[1]
+    again = SweepPanel.attach(line)
+    assert again.frame().equals(panel.frame()) and again.table.content == panel.table.content
+    with pytest.raises(InvalidInputError, match="not a study"):
+        SweepPanel.attach(tmp_path)
+
+
+def test_a_sweep_stops_within_a_second_from_anywhere_and_goes_on(tmp_path):
+    fixed = {"trace": "chat", "trace.sessions": 4000, "capacity_tokens": 64000}
+    panel = SweepPanel(small_study(tmp_path, fixed=fixed, repeats=20,
+                                   space={"chunk_tokens": [64, 128], "policy": ["lru", "sieve"]}))  # fmt: skip
+    panel._run.click()
+    assert not panel._stop.disabled and soon(lambda: panel.study.status().done > 0, 60)
+    asked = time.monotonic()
+    Study.open(panel.study.folder).stop()  # as a terminal or another notebook would
+    busy = os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1)
+    assert panel.wait(10) and time.monotonic() - asked < (5 if busy else 1.5)
+    kept = panel.study.status().done
+    assert 0 < kept < 80 and soon(lambda: not panel._resume.disabled) and "stopped" in panel._status.value
+    panel._resume.click()
+    assert soon(lambda: panel.study.status().done > kept, 60)
+    psutil.Process(panel.study.status().pid).kill()  # nobody asked for this
+    assert panel.wait(10) and soon(lambda: "ended before the study did" in panel._message.value)
+    assert panel.frame()["cell"].is_unique().all() and not panel._resume.disabled
+
+
+def test_choices_of_a_panel_become_a_study_and_its_texts(tmp_path):
+    panel = SweepPanel(small_study(tmp_path, space={"chunk_tokens": [64, 128]}))
+    assert panel._chosen() is panel.study
+    form = panel._forms["replay"]
+    form._controls["policy"].value = ("lru", "fifo")
+    form._controls["chunk_tokens"].value = "64"
+    panel._repeats.value = 3
+    chosen = panel._chosen()
+    assert chosen.space == {"policy": ["lru", "fifo"], "chunk_tokens": [64]} and chosen.repeats == 3
+    assert chosen.fixed == {"trace": "chat", "capacity_tokens": 6400, "trace.sessions": 30}
+    for text in (panel.copy_text.texts["YAML"], panel.copy_text.texts["CLI"].split("\n", 1)[1].rpartition("STUDY")[0]):
+        assert Study.from_yaml(text) == chosen
+    assert "Study(" in panel.copy_text.texts["Python"] and "fifo" in panel.copy_text.texts["Python"]
+    form._controls["chunk_tokens"].value = "64, many"
+    assert "whole numbers" in panel._message.value and "many" in panel._message.value
+    form._controls["chunk_tokens"].value = "64"
+    form._rest.value = "trace.sessions"
+    assert "write name=value" in panel._message.value
+    form._rest.value = "trace.sessions=20, 30; no_such=1"
+    assert "no setting" in panel._message.value
+    odd = {"trace": "chat", "capacity_tokens": 6400, "trace.path": "a, b", "trace.name": "[1", "trace.level": "800"}
+    again = SweepPanel(small_study(tmp_path, space={"policy": ["lru"]}, fixed=odd))
+    assert again._message.value == "" and again._chosen() is again.study, "every value is read as it was written"
+    panel._kind.value = "serving"
+    assert "measured" in panel._head.value and panel._chosen().kind == "serving"
+
+
+def test_what_a_cell_said_cannot_become_markup(tmp_path):
+    assert "innerHTML" not in RowTable._esm + CopyText._esm, "texts enter the page as texts"
+    table = RowTable(caption="rows")
+    table.show(pl.DataFrame({"a": [float("nan"), 1.5], "b": ["<i>", None], "error": ["", "<script>"]}), error="error")
+    rows = json.loads(table.content)["rows"]
+    assert [cell["text"] for cell in rows[0]["cells"]] == ["nan", "<i>"] and rows[1]["error"] == "<script>"
+    assert rows[0]["cells"][0]["value"] is None
+    panel = SweepPanel(small_study(tmp_path, space={"policy": ["<script>", "lru"]}))
+    assert "<script>" not in panel._head.value + panel._status.value + panel._again.value
 
 
 # ---------------------------------------------------------------- why did TTFT not fall
@@ -406,6 +575,18 @@ def test_explorer_follows_a_live_engine_until_it_is_closed():
         engine.store(range(30), pages.table, blocks=range(64))
         assert soon(lambda: "3 chunks" in explorer._summary.value)
     assert soon(lambda: not explorer._follow.value)
+
+
+def test_explorer_reads_the_file_of_an_engine_in_another_process(tmp_path):
+    pages, path = Pages(64), tmp_path / "events.jsonl"
+    explorer = CacheExplorer(path)
+    assert explorer.state.requests == [] and not explorer._follow.disabled, "it may come to be"
+    with CacheEngine(IDENTITY, memory_bytes=12 * SMALL.chunk_nbytes, events_path=path) as engine:
+        engine.store(range(30), pages.table, blocks=range(64))
+        engine.retrieve(range(30), pages.table, blocks=range(64))
+    path.write_bytes(path.read_bytes() + b'["half a')  # what a writer has just begun
+    assert explorer.refresh().state.tiers().row(0)[:2] == ("memory", 3)
+    assert set(explorer.state.prompt(explorer.state.requests[-1])["outcome"]) == {"hit"}
 
 
 def soon(ready, seconds: float = 10.0) -> bool:

@@ -1,16 +1,30 @@
 """Workloads send what they say: shared prefixes are identical token by token, and the bound is the true bound."""
 
 import os
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import IDENTITY, Pages
 
 from experiments.models import CACHE_VARIABLE, resolve_model
-from experiments.workloads import Request, Workload, long_document, resolve_workload, workload_names
+from experiments.traces import Trace, generators
+from experiments.workloads import (
+    Request,
+    Workload,
+    _texts,
+    long_document,
+    make_workload,
+    resolve_workload,
+    workload_names,
+)
+from workbench.config import CacheConfig
+from workbench.engine import CacheEngine
 from workbench.errors import InvalidInputError, UnknownNameError
+from workbench.layout import KVLayout
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -176,7 +190,7 @@ def test_sources_account_for_every_document_token(tokenizer):
 
 
 def test_without_debian_python_itself_is_enough(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(long_document, "_COMMON_LICENCES", tmp_path / os.devnull)
+    monkeypatch.setattr(_texts, "_COMMON_LICENCES", tmp_path / os.devnull)
     workload = make(tokenizer, groups=5, document_tokens=8000)
     assert {source.licence for source in workload.sources} == {"PSF-2.0"}
 
@@ -190,3 +204,220 @@ def test_counts_below_one(tokenizer, name):
 def test_more_text_than_there_is(tokenizer):
     with pytest.raises(InvalidInputError, match=r"texts hold \d{6,} tokens.*fewer or shorter"):
         make(tokenizer, document_tokens=10**9)
+
+
+# --- every workload
+
+SMALL = {
+    "long_document": dict(groups=2, documents_per_group=1, document_tokens=400),
+    "chat": dict(users=3, rounds=4, question_tokens=60, answer_tokens=100),
+    "rag": dict(requests=12, passages=5, passages_per_request=2, passage_tokens=150),
+    "agent": dict(sessions=2, steps=4, result_tokens=120),
+    "shared_prefix": dict(prefixes=2, prefix_tokens=500, questions=4),
+    "one_off": dict(requests=8, text_tokens=300),
+    "mixed": dict(requests=9, shares={"chat": 2, "one_off": 1}, settings={"chat": dict(users=2, rounds=4)}),
+    "trace": dict(trace=generators.chat(sessions=6, turns=4, seed=3), requests=15, block_tokens=32),
+}
+
+
+def small(name, tokenizer, **options) -> Workload:
+    return make_workload(name, tokenizer, **{**SMALL[name], **options})
+
+
+def test_every_workload_is_tested():
+    assert set(SMALL) == set(workload_names())
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+@pytest.mark.parametrize("template", [None, CHATML, NO_SYSTEM_ROLE])
+def test_same_seed_same_requests_and_the_bound_is_the_true_one(tokenizer, name, template):
+    tokenizer.chat_template = template
+    workload, again, other = small(name, tokenizer), small(name, tokenizer), small(name, tokenizer, seed=1)
+    assert workload.name == name and len({r.request_id for r in workload.requests}) == len(workload.requests)
+    for a, b in zip(workload.requests, again.requests, strict=True):
+        assert np.array_equal(a.token_ids, b.token_ids)
+        assert (a.request_id, a.kind, a.arrival_s, a.max_tokens) == (b.request_id, b.kind, b.arrival_s, b.max_tokens)
+    assert max(common_prefix(a, b) for a in workload.requests for b in other.requests) < 40
+    for chunk_tokens in (32, 128):
+        bounds = workload.upper_bound_hit_tokens(chunk_tokens)
+        assert bounds.tolist() == brute_force_bound(workload, chunk_tokens)
+    tokens = sum(len(r.token_ids) for r in workload.requests)
+    assert workload.upper_bound_hit_rate(32) == workload.upper_bound_hit_tokens(32).sum() / tokens
+    assert (workload.upper_bound_hit_rate(32) > 0) == (name != "one_off")
+    for a, b in combinations(workload.requests, 2):
+        assert a.group == b.group or common_prefix(a, b) < 32, "groups share no prefix"
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+def test_an_engine_with_room_finds_exactly_the_bound(tokenizer, name):
+    layout = KVLayout(num_layers=1, num_kv_heads=1, head_size=4, block_size=32, chunk_tokens=64)
+    workload = small(name, tokenizer)
+    blocks = list(range(max(len(r.token_ids) for r in workload.requests) // 32 + 1))
+    pages = Pages(len(blocks), layout)
+    with CacheEngine(replace(IDENTITY, layout=layout), CacheConfig(chunk_tokens=64, memory_bytes="64MiB")) as engine:
+        for request, bound in zip(workload.requests, workload.upper_bound_hit_tokens(64), strict=True):
+            found = engine.lookup(request.token_ids)
+            assert min(found, len(request.token_ids) - 1) == bound, request.request_id
+            engine.store(request.token_ids, pages.table, blocks=blocks)
+
+
+def test_chat_prompts_grow_by_what_was_said(tokenizer):
+    tokenizer.chat_template = CHATML
+    workload = small("chat", tokenizer)
+    assert [r.request_id for r in workload.requests[:4]] == ["u0-r0", "u1-r0", "u2-r0", "u0-r1"]
+    rounds = {r.request_id: r for r in workload.requests}
+    for user in range(3):
+        for number in range(1, 4):
+            before, now = rounds[f"u{user}-r{number - 1}"], rounds[f"u{user}-r{number}"]
+            assert common_prefix(before, now) == len(before.token_ids), "the whole last prompt is in the next one"
+            grown = len(now.token_ids) - len(before.token_ids)
+            framing = len("<|im_end|>\n<|im_start|>user\n\n\n<|im_end|>\n<|im_start|>assistant\n") + len(now.text)
+            assert grown == 100 + 60 + framing
+    assert bytes(rounds["u0-r3"].token_ids.tolist()).count(b"<|im_start|>assistant\n") == 4
+    # all but the new question and the answer before it is found again
+    assert workload.upper_bound_hit_tokens(1).tolist()[-1] == len(rounds["u2-r2"].token_ids)
+
+
+def test_rag_in_the_pools_order_shares_more_than_permuted(tokenizer):
+    def rate(permuted_share):
+        options = dict(requests=40, passages=5, passages_per_request=3, permuted_share=permuted_share)
+        return small("rag", tokenizer, **options).upper_bound_hit_rate(32)
+
+    assert rate(0.0) > rate(0.5) > rate(1.0) > 0.2
+    with pytest.raises(InvalidInputError, match="6 of 5 passages"):
+        small("rag", tokenizer, passages_per_request=6)
+
+
+def test_agents_share_their_tools_and_keep_their_history(tokenizer):
+    workload = small("agent", tokenizer)
+    steps = {r.request_id: r for r in workload.requests}
+    tools = bytes(steps["s0-t0"].token_ids.tolist())
+    assert tools.count(b'"name": "search"') == 1
+    assert common_prefix(steps["s0-t0"], steps["s1-t0"]) > tools.index(b'"name": "finish"')
+    assert common_prefix(steps["s1-t2"], steps["s1-t3"]) == len(steps["s1-t2"].token_ids)
+    added = bytes(steps["s1-t3"].token_ids.tolist())[len(steps["s1-t2"].token_ids) :]
+    assert b'"tool": ' in added and b'"step": 2' in added and b"Result:" in added
+
+
+def test_shared_prefix_is_found_by_all_but_the_first(tokenizer):
+    workload = small("shared_prefix", tokenizer)
+    bounds = workload.upper_bound_hit_tokens(1)
+    assert [r.kind for r in workload.requests] == ["cold"] * 2 + ["warm"] * 6
+    assert bounds[:2].max() < 32 and bounds[2:].min() > 500
+
+
+def test_one_off_prompts_share_no_chunk(tokenizer):
+    for template in (None, CHATML):
+        tokenizer.chat_template = template
+        workload = make_workload("one_off", tokenizer, requests=40, text_tokens=200)
+        assert max(common_prefix(a, b) for a, b in combinations(workload.requests, 2)) < 32
+        assert not workload.upper_bound_hit_tokens(32).any()
+
+
+def test_mixed_keeps_shares_orders_and_groups(tokenizer):
+    workload = small("mixed", tokenizer)
+    names = [r.request_id for r in workload.requests]
+    chats = [name for name in names if name.startswith("chat-")]
+    whole = make_workload("chat", tokenizer, users=2, rounds=4)
+    assert chats == [f"chat-{r.request_id}" for r in whole.requests][:6] and len(names) == 9
+    assert names != sorted(names) and names != chats + [name for name in names if name not in chats]
+    with pytest.raises(InvalidInputError, match=r"part chat has 8 requests.*asks for 12"):
+        small("mixed", tokenizer, requests=18)
+    with pytest.raises(InvalidInputError, match="more than 0"):
+        small("mixed", tokenizer, shares={})
+
+
+def test_trace_keeps_sharing_and_arrivals(tokenizer):
+    source = generators.chat(sessions=6, turns=4, seed=3)
+    workload = make_workload("trace", tokenizer, trace=source, requests=15, block_tokens=32)
+    for number, request in enumerate(workload.requests):
+        assert request.arrival_s == source.timestamps[number] - source.timestamps[0]
+        assert len(request.token_ids) == source.lengths[number] * 32
+    blocks = np.split(source.ids, source.offsets[1:-1])
+    for (i, a), (j, b) in combinations(enumerate(workload.requests), 2):
+        length = min(len(blocks[i]), len(blocks[j]))
+        differ = blocks[i][:length] != blocks[j][:length]
+        shared = int(differ.argmax()) if differ.any() else length
+        assert shared * 32 <= common_prefix(a, b) < shared * 32 + 32
+
+
+def test_trace_cuts_long_prompts_and_fills_what_blocks_leave(tokenizer):
+    lone = Trace("lone", ids=np.array([0, 1, 0], np.int32), offsets=np.array([0, 2, 3]), block_tokens=100,
+                 timestamps=np.array([5.0, 6.0]), input_tokens=np.array([250, 100]), output_tokens=np.array([100, 0]),
+                 tenants=np.zeros(2, np.int32))  # fmt: skip
+    full = make_workload("trace", tokenizer, trace=lone, block_tokens=50).requests
+    assert [len(r.token_ids) for r in full] == [125, 50] and [r.max_tokens for r in full] == [50, 1]
+    assert common_prefix(*full) == 50 and full[1].arrival_s == 1.0
+    short = make_workload("trace", tokenizer, trace=lone, block_tokens=50, max_prompt_tokens=60)
+    assert [len(r.token_ids) for r in short.requests] == [60, 50] and "1 prompts cut" in short.description
+    with pytest.raises(InvalidInputError, match="block_tokens is 8"):
+        make_workload("trace", tokenizer, trace=lone, block_tokens=8)
+
+
+def test_whole_sessions_of_a_trace(tokenizer):
+    source = generators.chat(sessions=200, turns=4, seed=3)
+    options = dict(trace=source, requests=25, block_tokens=32, sample="sessions")
+    workload = make_workload("trace", tokenizer, **options)
+    numbers = [int(r.request_id[1:]) for r in workload.requests]
+    assert numbers == sorted(numbers) and 15 < len(numbers) <= 25
+    chosen = {source.tenants[number] for number in numbers}
+    assert len(numbers) == np.isin(source.tenants, list(chosen)).sum(), "each session is whole"
+    other = make_workload("trace", tokenizer, **options, seed=1)
+    assert numbers != [int(r.request_id[1:]) for r in other.requests]
+    nameless = replace(source, tenants=np.zeros_like(source.tenants))
+    told = make_workload("trace", tokenizer, **{**options, "trace": nameless})
+    of = {source.tenants[int(r.request_id[1:])] for r in told.requests}
+    assert len(told.requests) == np.isin(source.tenants, list(of)).sum(), "sessions are told by what they begin with"
+    with pytest.raises(UnknownNameError, match="did you mean 'first'"):
+        make_workload("trace", tokenizer, trace=source, sample="frist")
+
+
+def test_a_known_trace_becomes_requests(tokenizer):
+    try:
+        workload = make_workload("trace", tokenizer, trace="mooncake_conversation", requests=30, sample="sessions")
+    except InvalidInputError as error:
+        pytest.skip(f"the trace is not here: {error}")
+    arrivals = [r.arrival_s for r in workload.requests]
+    assert arrivals == sorted(arrivals) and arrivals[-1] > 0
+    assert workload.upper_bound_hit_rate(256) > 0.1
+
+
+# --- arrivals
+
+
+def test_poisson_arrivals_have_the_rate_and_the_order(tokenizer):
+    requests = tuple(plain_request(index, [1]) for index in range(4000))
+    workload = Workload("many", requests, seed=5, description="many").with_arrivals(20.0)
+    arrivals = np.array([r.arrival_s for r in workload.requests])
+    gaps = np.diff(arrivals)
+    assert arrivals[0] == 0 and gaps.min() >= 0
+    assert gaps.mean() == pytest.approx(1 / 20, rel=0.1) and gaps.std() == pytest.approx(1 / 20, rel=0.1)
+    again = Workload("many", requests, seed=5, description="many").with_arrivals(20.0)
+    assert [r.arrival_s for r in again.requests] == arrivals.tolist()
+    assert "20 requests/s" in workload.description
+    with pytest.raises(InvalidInputError, match="requests_per_s is 0"):
+        workload.with_arrivals(0)
+
+
+def test_a_traces_own_arrivals_are_stretched(tokenizer):
+    own = small("trace", tokenizer)
+    paced = small("trace", tokenizer, requests_per_s=2.0)
+    before, after = (np.array([r.arrival_s for r in w.requests]) for w in (own, paced))
+    assert after[-1] == pytest.approx(14 / 2.0) and np.allclose(after / after[-1], before / before[-1])
+
+
+def test_settings_common_to_all(tokenizer):
+    workload = small("chat", tokenizer, requests_per_s=2.0, max_tokens=7)
+    assert {r.max_tokens for r in workload.requests} == {7} and workload.requests[1].arrival_s > 0
+    with pytest.raises(UnknownNameError, match="did you mean 'users'"):
+        make_workload("chat", tokenizer, user=3)
+    with pytest.raises(InvalidInputError, match="rounds is 0"):
+        small("chat", tokenizer, rounds=0)
+    with pytest.raises(UnknownNameError, match="did you mean 'chat'"):
+        make_workload("chats", tokenizer)
+
+
+def test_a_template_that_drops_answers_is_refused(tokenizer):
+    tokenizer.chat_template = SYSTEM_DROPPED
+    with pytest.raises(InvalidInputError, match="cannot write the messages system, user, assistant, user"):
+        small("chat", tokenizer)

@@ -114,8 +114,10 @@ def encoded_identity(identity: Identity, config: CacheConfig) -> Identity:
     memory, below = (repr(resolve_codec(spec)) for spec in (config.memory_codec, config.codec))
     if not config.memory_bytes:
         memory = "raw"
-    codec = "raw" if memory == below == "raw" else f"memory {memory}, below {below}"
-    return replace(identity, codec=codec) if identity.codec == "raw" else identity
+    if memory == below == "raw":
+        return identity
+    given = "" if identity.codec == "raw" else f"{identity.codec}, "
+    return replace(identity, codec=f"{given}memory {memory}, below {below}")
 
 
 def memory_slots(layout: KVLayout, config: CacheConfig) -> int:

@@ -68,10 +68,9 @@ class Survey:
         while not self._stop.wait(self.every_seconds):
             try:
                 changes = self.tier.changes(self.control.keys_at(self.level))
+                self._note(lambda changes=changes: self.control.note_changes(self.level, changes))
             except Exception:
                 logger.exception("the %s tier could not be looked at", self.tier.name)
-                continue
-            self._note(lambda changes=changes: self.control.note_changes(self.level, changes))
 
     def _note(self, call: Callable[[], list[Order] | None]) -> bool:
         """Let the control plane take note in its turn; False when there is no more."""

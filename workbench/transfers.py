@@ -120,6 +120,7 @@ class DataPlane:
         self.verified_loads = 0
         self._digests: dict[bytes, bytes] = {}
         self._pages: PageTable | None = None
+        self._page_locked: bool | None = None  # whether a GPU reaches the arena directly; not asked yet
         self._tainted: dict[str, int] = {}
         self._step_tainted = False
         self._refused: set[bytes] = set()  # chunks whose store was refused in this run
@@ -144,12 +145,15 @@ class DataPlane:
         if pages is self._pages:
             return
         self._pages = pages
-        if pages.is_cuda:
+        if pages.is_cuda and self._page_locked is None:
             from kernels.pages_triton import pin
 
-            pin(self.arena.chunks)
-        nothing = np.empty((0, self.layout.blocks_per_chunk), np.int64), np.empty(0, np.int64)
-        gather_pages(pages, nothing[0], self.arena.chunks, nothing[1])  # compiles now, not within the first request
+            self._page_locked = pin(self.arena.chunks)
+        chunk, slot = np.zeros((1, *self.layout.chunk_shape), np.uint8), np.zeros(1, np.int64)
+        nothing = np.full((1, self.layout.blocks_per_chunk), -1, np.int64)
+        gather_pages(pages, nothing, chunk, slot)  # compiles now, not within the first request
+        if pages.writable:
+            scatter_pages(chunk, slot, pages, nothing)
 
     def any_pages(self) -> PageTable:
         """The attached pages, or pages that nothing is moved to, for loads that only rise."""
@@ -217,6 +221,11 @@ class DataPlane:
             self._readers.shutdown(wait=False, cancel_futures=True)
         for tier in self.tiers:
             tier.close()
+        if self._page_locked:
+            from kernels.pages_triton import unpin
+
+            unpin(self.arena.chunks)
+            self._page_locked = False
 
     # ---------------------------------------------------------------- one kind of order at a time
 
@@ -320,9 +329,9 @@ class DataPlane:
         slots = np.array([slot for _, slot in wanted], np.int64)
         try:
             gather_pages(self._pages, self._rows([o.blocks for o, _ in wanted]), self.arena.chunks, slots)
-        except ValueError:  # block ids that the pages do not have: every order is answered, or its slot is lost
-            logger.exception("pages could not be gathered")
-            return "raised ValueError"
+        except (ValueError, RuntimeError) as error:  # blocks that the pages do not have, a GPU without free memory
+            logger.exception("pages could not be gathered")  # every order is answered, or its slot is lost
+            return f"raised {type(error).__name__}"
         return ""
 
     def _refuse(self, order: Store, reason: str) -> None:
@@ -362,9 +371,9 @@ class DataPlane:
     def _scatter(self, slots: Sequence[int], blocks: Sequence[tuple[int, ...]]) -> str:
         try:
             scatter_pages(self.arena.chunks, np.array(slots, np.int64), self._pages, self._rows(blocks))
-        except ValueError:  # block ids that the pages do not have
+        except (ValueError, RuntimeError) as error:
             logger.exception("pages could not be scattered")
-            return "raised ValueError"
+            return f"raised {type(error).__name__}"
         return ""
 
     def _rows(self, blocks: Sequence[tuple[int, ...]]) -> np.ndarray:

@@ -14,58 +14,51 @@ import os
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.arms import Arm, arm_by_name, ready
 from experiments.benchmarks import row
 from experiments.environment import describe_environment
 from experiments.models import resolve_model
-from experiments.serving import Arm, EngineProcess
+from experiments.serving import EngineProcess
 
 __all__ = ["main", "measure", "run"]
 
 CASES = {"random:llama-8layer": (1, 64), "smollm2": (2, 16)}  # model -> (threads, tokens of the question)
 
 OURS = (
-    Arm("none", "no reuse"),
-    Arm("prefix_cache", "vLLM's prefix cache", prefix_caching=True),
-    Arm("memory", "engine, memory", cache={"memory_bytes": "2GiB"}),
-    Arm("disk", "engine, disk after a restart", cache={"memory_bytes": 0}, disk=True, restart=True),
+    *(arm_by_name(name) for name in ("none", "prefix_cache")),
+    replace(arm_by_name("memory"), cache={"memory_bytes": "2GiB"}),
+    arm_by_name("disk"),
 )
-
-
-def peer_arms(folder: Path) -> tuple[Arm, ...]:
-    """vLLM's own connectors that run on its CPU backend."""
-    offloading = {
-        "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"spec_name": "HostOffloadingSpec", "cpu_bytes_to_use": 2 << 30,
-                                      "spec_module_path": "experiments.benchmarks.vllm_offloading_cpu"},
-    }  # fmt: skip
-    example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
-               "kv_connector_extra_config": {"shared_storage_path": str(folder / "example")}}  # fmt: skip
-    return (
-        Arm("offloading", "vLLM's OffloadingConnector", kv_transfer=offloading),
-        Arm("example", "vLLM's ExampleConnector", kv_transfer=example),
-    )
+PEERS = (
+    "offloading_cpu",
+    "example",
+)  # vLLM's own connectors that hold KV in memory or files and run on its CPU backend
 
 
 def measure(model: str, threads: int, *, suffix_tokens: int = 64, lengths: tuple[int, ...] = (2048, 4096),
             repeats: int = 5, peers: bool = True) -> dict[str, Any]:  # fmt: skip
     """TTFTs of one model; returns medians, paired ratios and every sample."""
     source = resolve_model(model)
-    with tempfile.TemporaryDirectory(prefix="kvworkbench-bench-") as name:
+    token_bytes = source.bytes_per_token or 1 << 16
+    with tempfile.TemporaryDirectory(prefix="kvworkbench-bench-") as name, ExitStack() as companions:
         folder = Path(name)
-        arms = OURS + (peer_arms(folder) if peers else ())
+        asked = [*OURS, *(arm_by_name(peer) for peer in PEERS if peers)]
+        arms = tuple(companions.enter_context(ready(arm, folder)) for arm in asked)
         kv_tokens = (repeats + 1) * sum(-(-(n + suffix_tokens) // 128) * 128 for n in lengths) + 8192
-        options = {"max_model_len": max(lengths) + 256, "kv_cache_memory_bytes": kv_tokens * source.bytes_per_token}
+        options = {"max_model_len": max(lengths) + 256, "kv_cache_memory_bytes": kv_tokens * token_bytes}
         bench = _Bench(str(source.path), arms, folder, threads, options, suffix_tokens)
         try:
             samples = bench.run(lengths, repeats)
         finally:
             bench.close()
-    copies = {n: _copy_seconds(n * source.bytes_per_token, threads) for n in lengths}
+    copies = {n: _copy_seconds(n * token_bytes, threads) for n in lengths}
     return {"model": source.name, "threads": threads, "bytes_per_token": source.bytes_per_token, "repeats": repeats,
             "suffix_tokens": suffix_tokens,
             "lengths": {n: _summary(samples, n, copies[n]) for n in lengths}, "samples": samples}  # fmt: skip
@@ -79,13 +72,9 @@ class _Bench:
         self.engines = {arm.name: self._start(arm) for arm in arms}
 
     def _start(self, arm: Arm) -> EngineProcess:
-        cache = None if arm.cache is None else dict(arm.cache)
-        if arm.disk:
-            cache["disk_path"] = str(self.folder / "disk")
-        options = self.options | ({"block_size": 128} if arm.kv_transfer else {})
-        engine = EngineProcess(self.model, cache=cache, prefix_caching=arm.prefix_caching, threads=self.threads,
-                               vllm=options, kv_transfer=arm.kv_transfer,
-                               log=self.folder / f"{arm.name}.log").start()  # fmt: skip
+        engine = EngineProcess(self.model, threads=self.threads, vllm={**self.options, **arm.vllm},
+                               log=self.folder / f"{arm.name}.log", **arm.engine_options(self.folder))  # fmt: skip
+        engine.start()
         # Two prompts that share a prefix take every code path once, loads included, before anything is measured.
         rng = np.random.default_rng(12345)
         shared = rng.integers(10, 250, 512)
@@ -109,6 +98,8 @@ class _Bench:
         samples = []
         for arm in self.arms[turn:] + self.arms[:turn]:
             answer = self.engines[arm.name].generate(prompt, max_tokens=1)
+            if arm.deferred_stores:
+                self.engines[arm.name].generate(np.arange(10, 40), max_tokens=1)  # makes it do its stores; not timed
             samples.append({"arm": arm.name, "phase": phase, "length": length, "repeat": repeat,
                             "ttft_s": answer["ttft_s"], "cached_tokens": answer["cached_tokens"],
                             "token": answer["token_ids"][0]})  # fmt: skip
@@ -122,7 +113,8 @@ class _Bench:
 def _prompts(length: int, repeat: int, suffix_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng((length, repeat))
     shared = rng.integers(10, 250, length)
-    return tuple(np.concatenate([shared, rng.integers(10, 250, suffix_tokens)]) for _ in range(2))
+    cold, warm = (np.concatenate([shared, rng.integers(10, 250, suffix_tokens)]) for _ in range(2))
+    return cold, warm
 
 
 def _copy_seconds(nbytes: int, threads: int) -> float:
@@ -180,7 +172,7 @@ def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
     small = result["model"].startswith("random")
     for length, found in result["lengths"].items():
         arms, copy_s = found["arms"], found["copy_s"]
-        peer = min((arms[a]["warm_s"] for a in ("offloading", "example") if a in arms), default=None)
+        peer = min((arms[a]["warm_s"] for a in PEERS if a in arms), default=None)
         for arm in ("memory", "disk"):
             mine = arms[arm]
             beside = None if peer is None else f"{peer * 1e3:.1f} ms"

@@ -1,7 +1,8 @@
 """vLLM's own OffloadingConnector on vLLM's CPU backend, as a peer to measure against.
 
 vLLM 0.32 ships workers for CUDA-like devices only. The scheduling, lookup and bookkeeping are vLLM's; what is added is
-a worker that copies pages between the paged cache and host memory with whole-row index copies.
+a worker that copies pages between the paged cache and host memory with whole-row index copies. `HostTieringSpec` puts
+vLLM's file tier below that memory.
 """
 
 import time
@@ -9,9 +10,11 @@ import time
 import numpy as np
 import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-__all__ = ["HostOffloadingSpec"]
+__all__ = ["HostOffloadingSpec", "HostTieringSpec"]
 
 
 class HostWorker(OffloadingWorker):
@@ -21,14 +24,23 @@ class HostWorker(OffloadingWorker):
         kv_caches: vLLM's canonical view of the paged cache.
         blocks_per_chunk: Blocks of one offloaded chunk.
         num_chunks: Capacity.
+        region: Memory that vLLM's lower tiers read and write, too; without it the memory is this worker's own.
     """
 
-    def __init__(self, kv_caches, blocks_per_chunk: int, num_chunks: int):
-        self._blocks_per_chunk = blocks_per_chunk
+    def __init__(self, kv_caches, blocks_per_chunk: int, num_chunks: int, region: SharedOffloadRegion | None = None):
+        self._blocks_per_chunk, self._region = blocks_per_chunk, region
         self._pages = [c.tensor.view(torch.int8).view(-1, c.page_size_bytes) for c in kv_caches.tensors]
-        self._chunks = [torch.zeros((num_chunks, blocks_per_chunk, p.shape[1]), dtype=torch.int8) for p in self._pages]
+        self._chunks = [self._chunk_memory(num_chunks, pages.shape[1]) for pages in self._pages]
         self._groups = kv_caches.group_data_refs
         self._done: list[TransferResult] = []
+
+    def _chunk_memory(self, num_chunks: int, page_bytes: int) -> torch.Tensor:
+        """int8 (chunks, blocks of a chunk, bytes of a page)."""
+        if self._region is None:
+            return torch.zeros((num_chunks, self._blocks_per_chunk, page_bytes), dtype=torch.int8)
+        view = self._region.create_next_worker_view(page_bytes * self._blocks_per_chunk)
+        shape, strides = (view.shape[0], self._blocks_per_chunk, page_bytes), (view.stride(0), page_bytes, 1)
+        return view.as_strided(shape, strides, view.storage_offset())
 
     def submit_store(self, job_id, src_spec, dst_spec) -> bool:
         return self._move(job_id, src_spec, dst_spec, store=True)
@@ -68,6 +80,9 @@ class HostWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         self._chunks.clear()
+        if self._region is not None:
+            self._region.cleanup()
+            self._region = None
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):
@@ -76,4 +91,16 @@ class HostOffloadingSpec(CPUOffloadingSpec):
     def get_worker(self, kv_caches):
         if not self._worker:
             self._worker = HostWorker(kv_caches, self.blocks_per_chunk, self.num_chunks)
+        return self._worker
+
+
+class HostTieringSpec(TieringOffloadingSpec):
+    """vLLM's tiered offloading with a worker for host pages."""
+
+    def get_worker(self, kv_caches):
+        if not self._worker:
+            region = SharedOffloadRegion(engine_id=self._engine_id, num_chunks=self.num_chunks,
+                                         rank=self.config.parallel.rank, kv_bytes_per_chunk=self.kv_bytes_per_chunk,
+                                         cpu_page_size=self.cpu_page_size_per_worker)  # fmt: skip
+            self._worker = HostWorker(kv_caches, self.blocks_per_chunk, self.num_chunks, region)
         return self._worker

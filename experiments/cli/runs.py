@@ -1,5 +1,6 @@
 """Runs: make one, list them, report, explain and export them."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -46,12 +47,18 @@ def report(run: Annotated[Path, typer.Argument(help="A run's folder.")]) -> None
     console.print(str(write_report(Run(run).folder)))
 
 
-@app.command(name="runs")
-def runs_command(runs: RunsFolder = Path("runs"), as_json: AsJson = False) -> None:
-    """List the stored runs.
+runs_app = typer.Typer(invoke_without_command=True)
+app.add_typer(runs_app, name="runs")
+
+
+@runs_app.callback()
+def runs_list(context: typer.Context, runs: RunsFolder = Path("runs"), as_json: AsJson = False) -> None:
+    """List the stored runs, or compare two of them.
 
     Example: `kvworkbench runs --json`
     """
+    if context.invoked_subcommand is not None:
+        return
     from experiments.runs import list_runs
 
     rows = [
@@ -63,16 +70,46 @@ def runs_command(runs: RunsFolder = Path("runs"), as_json: AsJson = False) -> No
     print_rows(rows, as_json)
 
 
+@runs_app.command(name="compare")
+def runs_compare(
+    first: Annotated[Path, typer.Argument(help="A run's folder.")],
+    second: Annotated[Path, typer.Argument(help="Another one's.")],
+    measure: Annotated[str, typer.Option(help="ttft_s, load_s, prefill_s or e2e_s.")] = "ttft_s",
+    as_json: AsJson = False,
+) -> None:
+    """Say what two runs did differently: settings, and the same requests in pairs with a 95 % interval.
+
+    Example: `kvworkbench runs compare runs/20260101-120000-demo-ab12 runs/20260102-090000-demo-cd34`
+    """
+    from experiments.paired import paired_difference, settings_difference
+    from experiments.runs import Run
+
+    runs = Run(first), Run(second)
+    settings, measures = settings_difference(*runs).to_dicts(), paired_difference(*runs, measure=measure).to_dicts()
+    if as_json:
+        print(json.dumps({"settings": settings, measure: measures}, indent=2, default=str))
+        return
+    console.print(f"{measure} of the second over the first; 1 is equal", highlight=False)
+    print_rows(measures, as_json=False)
+    console.print("settings that differ")
+    print_rows(settings, as_json=False)
+
+
 @app.command()
 def explain(run: Annotated[Path, typer.Argument(help="A run's folder.")],
-            arm: Annotated[str | None, typer.Option(help="Only this arm.")] = None) -> None:  # fmt: skip
+            arm: Annotated[str | None, typer.Option(help="Only this arm.")] = None,
+            as_json: AsJson = False) -> None:  # fmt: skip
     """Say why the cache did, or did not, make the first token come sooner.
 
     Example: `kvworkbench explain runs/20260101-120000-demo-ab12`
     """
     from experiments.explain_run import explain_run
 
-    console.print(str(explain_run(run, arm=arm)), highlight=False, markup=False)
+    found = explain_run(run, arm=arm)
+    if as_json:
+        print_rows(found.frame().to_dicts(), as_json)
+    else:
+        console.print(str(found), highlight=False, markup=False)
 
 
 @app.command()

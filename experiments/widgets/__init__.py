@@ -11,10 +11,12 @@ from importlib import import_module
 
 _HOMES = {
     "CacheExplorer": "experiments.widgets.cache_explorer",
+    "CostCalculator": "experiments.widgets.cost_calculator",
     "ExplainCard": "experiments.widgets.explain_card",
     "LiveChart": "experiments.widgets.live_chart",
     "PolicyLab": "experiments.widgets.policy_lab",
     "RunBrowser": "experiments.widgets.run_browser",
+    "SweepPanel": "experiments.widgets.sweep_panel",
 }
 __all__ = sorted(_HOMES)
 

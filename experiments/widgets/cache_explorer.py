@@ -1,13 +1,14 @@
 """CacheExplorer: what an engine holds, how each prompt met it, and what happened last."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import ipywidgets as widgets
 import plotly.graph_objects as go
 import polars as pl
 
-from experiments.cache_state import CacheState, plot_prefix_tree, plot_prompt, tiers_text
+from experiments.cache_state import CacheState, plot_prefix_tree, plot_prompt, read_events, tiers_text
 from experiments.runs import Run
 from experiments.units import share_text
 from experiments.widgets import markup
@@ -26,7 +27,8 @@ class CacheExplorer(widgets.VBox):
     """A panel over a live engine, a run or a frame of events.
 
     Args:
-        source: A `CacheEngine`, a `Run`, or events as `workbench.events.events_frame` makes them.
+        source: A `CacheEngine`, a `Run`, the file of an engine in another process (`events_path`), or events as
+            `workbench.events.events_frame` makes them.
         arm: Of a run with several arms that have events; the first by default.
     """
 
@@ -37,8 +39,9 @@ class CacheExplorer(widgets.VBox):
         self.state = CacheState(self._events())
         self._request = widgets.Dropdown(description="Request", layout={"width": "320px"})
         self._refresh = widgets.Button(description="Refresh", tooltip="Read the events again")
+        still = not (hasattr(source, "record") or isinstance(source, Path))
         self._follow = widgets.ToggleButton(description="Follow", tooltip="Read the events again twice a second",
-                                            disabled=not hasattr(source, "record"))  # fmt: skip
+                                            disabled=still)  # fmt: skip
         self._summary, self._stream = (widgets.HTML(layout={"width": "100%"}) for _ in range(2))
         self.prompt_chart, self.tree_chart = LiveChart(alt="chunks of a prompt"), LiveChart(alt="prefix tree")
         self._request.observe(lambda _: self._draw_prompt(), "value")
@@ -90,11 +93,12 @@ class CacheExplorer(widgets.VBox):
             return self._source
         if isinstance(self._source, Run):
             return _events_of_arm(self._source.events, self._arm)
+        if isinstance(self._source, Path):
+            return read_events(self._source)
         if hasattr(self._source, "record"):
             return self._source.record.frame()
-        raise InvalidInputError(
-            f"a CacheExplorer takes an engine, a run or a frame of events, got {type(self._source).__name__}"
-        )
+        raise InvalidInputError(f"a CacheExplorer takes an engine, a run, a file of events or a frame of events, "
+                                f"got {type(self._source).__name__}")  # fmt: skip
 
     def _draw_prompt(self) -> None:
         request = self._request.value or ""
@@ -125,7 +129,7 @@ class CacheExplorer(widgets.VBox):
 
     def _watch(self) -> None:
         pause = threading.Event()
-        while self._following.is_set() and self._source.is_open:
+        while self._following.is_set() and getattr(self._source, "is_open", True):
             self.refresh()
             pause.wait(_FOLLOW_SECONDS)
         self._follow.value = False  # the engine was closed

@@ -43,22 +43,22 @@ def progress_text(done: int, total: int, what: str) -> str:
     )
 
 
-def error_box(title: str, lines: Sequence[tuple[str, str]], *, trace: str = "") -> str:
-    """What went wrong: a title, named lines, and the traceback behind a fold."""
+def error_box(title: str, lines: Sequence[tuple[str, str]], *, trace: str = "", fold: str = "traceback") -> str:
+    """What went wrong: a title, named lines, and a long text (`trace`) behind a fold of that name."""
     rows = "".join(
         f'<tr><th scope="row" style="text-align:left;vertical-align:top;padding:1px 14px 1px 0;white-space:nowrap">'
         f'{escape(name)}</th><td style="text-align:left;overflow-wrap:anywhere">{escape(text)}</td></tr>'
         for name, text in lines
     )
-    fold = (
-        f'<details style="margin-top:6px"><summary>traceback</summary><pre style="white-space:pre-wrap;font-size:12px">'
-        f"{escape(trace)}</pre></details>"
+    folded = (
+        f'<details style="margin-top:6px"><summary>{escape(fold)}</summary>'
+        f'<pre style="white-space:pre-wrap;font-size:12px">{escape(trace)}</pre></details>'
         if trace
         else ""
     )
     return (
         f'<div role="alert" style="border:{_EDGE};border-left:5px solid #D55E00;padding:8px 12px;line-height:1.5;'
-        f'color:{_INK}"><b>{escape(title)}</b><table style="font-size:13px;margin-top:4px">{rows}</table>{fold}</div>'
+        f'color:{_INK}"><b>{escape(title)}</b><table style="font-size:13px;margin-top:4px">{rows}</table>{folded}</div>'
     )
 
 

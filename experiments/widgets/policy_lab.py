@@ -4,10 +4,8 @@ lab = PolicyLab(MyPolicy)         # display it, press Run
 lab.run().verdict()               # the same without a front end
 """
 
-import ast
+import hashlib
 import importlib.util
-import inspect
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from html import escape
@@ -18,9 +16,13 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 import polars as pl
 
+from experiments.live_policy import beside_replay, live_study
 from experiments.plots._style import no_data_figure
 from experiments.policy_comparison import PolicyComparison, available_traces
 from experiments.policy_curves import OPTIMUM
+from experiments.policy_source import module_text
+from experiments.runs import RUNS_FOLDER
+from experiments.study import Study
 from experiments.traces import Trace
 from experiments.vllm_check import VllmCheck, check_in_vllm
 from experiments.widgets import markup
@@ -33,6 +35,7 @@ from workbench.policies.base import form_of
 __all__ = ["PolicyLab"]
 
 _REDRAW_SECONDS = 0.1
+_LIVE_SECONDS = 0.3  # between two looks at a run under vLLM
 _FUTURE_ONLY = ("belady", "optimal")  # drawn anyway, as the bound
 _VLLM_IS_THERE = importlib.util.find_spec("vllm") is not None
 _ABOUT = "The class is checked against the contract of a policy, then replayed at every capacity beside the others."
@@ -44,11 +47,13 @@ class PolicyLab(widgets.VBox):
     Args:
         policy: A class decorated with @policy, an instance or a name.
         rivals, trace, seeds, capacities, bytes_per_token: As `PolicyComparison` takes them.
+        runs: Folder of the run store, for runs under real vLLM.
     """
 
     def __init__(self, policy: Any, *, rivals: Sequence[str] = ("lru", "arc", "s3fifo"), trace: str | Trace = "chat",
-                 seeds: int = 5, capacities: int = 7, bytes_per_token: int = 131072):  # fmt: skip
-        self._policy = resolve_policy(policy)
+                 seeds: int = 5, capacities: int = 7, bytes_per_token: int = 131072,
+                 runs: str | Path = RUNS_FOLDER):  # fmt: skip
+        self._policy, self._runs = resolve_policy(policy), Path(runs)
         self._given = trace if isinstance(trace, Trace) else None
         self._settings = {"capacities": capacities, "bytes_per_token": bytes_per_token}
         self._drawn_at = 0.0
@@ -56,10 +61,12 @@ class PolicyLab(widgets.VBox):
         self._work = Background(on_error=self._show_error, on_end=self._finish)
         self._make_controls(rivals, trace, seeds)
         self.chart = LiveChart(_empty("press Run"), alt="hit-rate curves, no point yet")
-        self._status, self._verdict, self._message = (widgets.HTML(layout={"width": "100%"}) for _ in range(3))
+        self._status, self._verdict, self._message, self._live_rows = (
+            widgets.HTML(layout={"width": "100%"}) for _ in range(4)
+        )
         title = f"Policy lab: {form_of(self._policy).name}"
         children = (widgets.HTML(markup.heading(title, _ABOUT, kind="simulated")), self._choices, self._buttons,
-                    self._status, self.chart, self._verdict, self._message)  # fmt: skip
+                    self._status, self.chart, self._verdict, self._message, self._live_rows)  # fmt: skip
         super().__init__(children, layout={"width": "100%"})
         self._status.value = markup.progress_text(0, 0, "press Run")
 
@@ -110,14 +117,40 @@ class PolicyLab(widgets.VBox):
             InvalidInputError: Python does not know the class's source.
         """
         cls = type(self._policy)
-        source = _source_of(cls)
         path = Path(folder) / f"{cls.__name__.lower()}.py"
-        modules = {"math.": "import math", "np.": "import numpy as np"}
-        imports = [line for name, line in modules.items() if name in source]
-        head = [f'"""A policy for kvworkbench: {path.name}:{cls.__name__}."""', *imports,
-                f"from workbench.policies import policy\n\n__all__ = [{cls.__name__!r}]\n", source]  # fmt: skip
-        path.write_text("\n\n".join(head))
+        path.write_text(module_text(cls, path.name))
         return path
+
+    def live_study(self) -> Study:
+        """Its policy and the first rival under real vLLM, not started yet; see `experiments.live_policy`.
+
+        The class is written into the run store, where the engine's process imports it; a built-in one goes by name.
+
+        Raises:
+            InvalidInputError: Python does not know the class's source, or the object has settings of its own.
+        """
+        cls = type(self._policy)
+        if vars(self._policy) != vars(cls()):
+            raise InvalidInputError(f"{self._policy!r} has settings of its own; write them into the class, of which "
+                                    "the engine's process makes its object")  # fmt: skip
+        package, _, name = cls.__module__.rpartition(".")
+        spec = name if package == "workbench.policies" else self._written(cls)
+        return live_study(spec, rival=next(iter(self.comparison.rivals)), runs=self._runs)
+
+    def run_live(self) -> pl.DataFrame:
+        """Run that study to its end; returns measured hits beside simulated ones, see `beside_replay`."""
+        study = self.live_study()
+        study.start()
+        self._follow_live(study)
+        return beside_replay(study)
+
+    def _written(self, cls: type) -> str:
+        """The class in a file of the run store that is named after its text: a study that exists keeps its own."""
+        digest = hashlib.sha256(module_text(cls, "").encode()).hexdigest()[:8]
+        path = (self._runs / "policies" / f"{cls.__name__.lower()}_{digest}.py").resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(module_text(cls, path.name))
+        return f"{path}:{cls.__name__}"
 
     # ---------------------------------------------------------------- the panel
 
@@ -133,16 +166,19 @@ class PolicyLab(widgets.VBox):
         self._stop = widgets.Button(description="Stop", disabled=True, tooltip="End after the current point")
         self._check = widgets.Button(description="Check in vLLM's manager", layout={"width": "auto"},
                                      tooltip="Replay through vLLM's own offloading manager")  # fmt: skip
-        self._check.disabled = not _VLLM_IS_THERE
+        self._live = widgets.Button(description="Run live under vLLM", layout={"width": "auto"},
+                                    tooltip="Serve prompts with it, in a process of its own")  # fmt: skip
+        self._check.disabled = self._live.disabled = not _VLLM_IS_THERE
         self._export = widgets.Button(description="Export", tooltip="Write the class into a file of its own")
         self._run.on_click(lambda _: self._run_as_chosen())
         self._stop.on_click(lambda _: self.stop())
         self._check.on_click(lambda _: self._start(self._show_check))
+        self._live.on_click(lambda _: self._start(self._show_live))
         self._export.on_click(lambda _: self._show_export())
         wrap = widgets.Layout(flex_flow="row wrap", width="100%")
         left = widgets.VBox((self._trace, self._seeds))
         self._choices = widgets.Box((left, self._rivals), layout=wrap)
-        self._buttons = widgets.Box((self._run, self._stop, self._check, self._export), layout=wrap)
+        self._buttons = widgets.Box((self._run, self._stop, self._check, self._live, self._export), layout=wrap)
 
     def _run_as_chosen(self) -> None:
         """A click on Run: the choices of the panel become the comparison."""
@@ -187,7 +223,7 @@ class PolicyLab(widgets.VBox):
 
     def _set_running(self, running: bool) -> None:
         self._run.disabled, self._stop.disabled = running, not running
-        self._check.disabled = running or not _VLLM_IS_THERE
+        self._check.disabled = self._live.disabled = running or not _VLLM_IS_THERE
 
     def _show_error(self, trace: str) -> None:
         self._message.value = markup.error_box(
@@ -210,6 +246,33 @@ class PolicyLab(widgets.VBox):
         self._message.value = markup.quiet("Importing vLLM and replaying; this takes about half a minute.")
         self._message.value = markup.quiet(self.check_in_vllm().text)
 
+    def _show_live(self) -> None:
+        study = self.live_study()
+        study.start()
+        self._follow_live(study)
+        again = f"SweepPanel.attach({str(study.folder)!r})"
+        failed = [row["error"] for row in study.rows() if row["error"]]
+        self._message.value = markup.quiet(f"{'; '.join(failed) or 'Under real vLLM: done.'} Every figure: {again}")
+
+    def _follow_live(self, study: Study) -> None:
+        """Show a study's rows until it is over; a click on Stop stops it."""
+        shown = -1
+        while (status := study.status()).state == "running":
+            if self._work.stopping:
+                study.stop()
+            words = f"of {status.total} policies served; {status.current or 'starting vLLM, about half a minute'}"
+            self._message.value = markup.quiet(f"{status.done} {words}")
+            shown = self._show_live_rows(study, shown)
+            time.sleep(_LIVE_SECONDS)
+        self._show_live_rows(study, shown)
+
+    def _show_live_rows(self, study: Study, shown: int) -> int:
+        done = len(study.rows())
+        if done and done != shown:
+            title = "The live engine under real vLLM beside the replay of the same prompts"
+            self._live_rows.value = markup.table(beside_replay(study), caption=title)
+        return done
+
     def _show_export(self) -> None:
         try:
             path = self.export()
@@ -218,25 +281,6 @@ class PolicyLab(widgets.VBox):
             return
         name = f"{path.name}:{type(self._policy).__name__}"
         self._message.value = markup.quiet(f"Written to {path.resolve()}. In the engine and in vLLM: policy = {name!r}")
-
-
-def _source_of(cls: type) -> str:
-    """The text of a class, also of one from a notebook's cell, which Python finds by its methods only."""
-    try:
-        method = next(f for f in vars(cls).values() if inspect.isfunction(f) and f.__module__ == cls.__module__)
-        lines, _ = inspect.findsource(method)
-    except (StopIteration, OSError, TypeError) as error:
-        raise InvalidInputError(f"the source of {cls.__name__} is not known") from error
-    first = method.__code__.co_firstlineno
-    for node in ast.walk(ast.parse("".join(lines))):
-        if (
-            isinstance(node, ast.ClassDef)
-            and node.name == cls.__name__
-            and node.lineno <= first <= (node.end_lineno or 0)
-        ):
-            start = min(part.lineno for part in (node, *node.decorator_list))
-            return textwrap.dedent("".join(lines[start - 1 : node.end_lineno]))
-    raise InvalidInputError(f"the source of {cls.__name__} is not known: no class statement around its methods")
 
 
 def _verdict_html(found: PolicyComparison) -> str:

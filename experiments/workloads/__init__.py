@@ -1,22 +1,38 @@
 """Workloads: one file each, whose first public name makes it. A workload is a list of requests in sending order.
 
-    workload = resolve_workload("long_document")(tokenizer, groups=5, seed=0)
+    workload = make_workload("chat", tokenizer, seed=0, requests_per_s=2.0, users=4)
     workload.requests, workload.upper_bound_hit_tokens(256)
 
-To add one, add a file whose `__all__` begins with a function that returns a Workload.
+To add one, add a file whose `__all__` begins with a function that takes a tokenizer, `seed` and settings of its own and
+returns a Workload.
 """
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
+from inspect import signature
 from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.errors import InvalidInputError, UnknownNameError
 
-__all__ = ["Request", "TextSource", "Workload", "resolve_workload", "workload_names"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "Request",
+    "TextSource",
+    "Workload",
+    "make_workload",
+    "require_positive",
+    "resolve_workload",
+    "workload_names",
+]
+
+_ARRIVALS = 1  # keeps arrival times apart from whatever else a seed draws
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +104,31 @@ class Workload:
             stored.update(digests)
         return bounds
 
+    def upper_bound_hit_rate(self, chunk_tokens: int) -> float:
+        """Return the most that hit tokens / prompt tokens can be, over all requests."""
+        prompt_tokens = sum(len(request.token_ids) for request in self.requests)
+        return int(self.upper_bound_hit_tokens(chunk_tokens).sum()) / prompt_tokens if prompt_tokens else 0.0
+
+    def with_arrivals(self, requests_per_s: float) -> "Workload":
+        """Return the same requests in the same order, arriving at a mean rate; the first arrives at 0.
+
+        Arrival times that the workload has, a trace's, are stretched or compressed; else they are a Poisson process
+        that the seed draws.
+        """
+        if not requests_per_s > 0:
+            raise InvalidInputError(f"requests_per_s is {requests_per_s}; more than 0 is needed")
+        own = [request.arrival_s for request in self.requests if request.arrival_s is not None]
+        gaps = max(1, len(self.requests) - 1)
+        if own and len(own) == len(self.requests) and own[-1] > own[0]:
+            speed, kind = (own[-1] - own[0]) / gaps * requests_per_s, "its own arrivals"
+            times = [(at - own[0]) / speed for at in own]
+        else:
+            drawn = np.random.default_rng((self.seed, _ARRIVALS)).exponential(1 / requests_per_s, gaps)
+            times, kind = [0.0, *np.cumsum(drawn).tolist()], "Poisson"
+        requests = tuple(replace(r, arrival_s=at) for r, at in zip(self.requests, times, strict=False))
+        described = f"{self.description}; {requests_per_s:g} requests/s, {kind}"
+        return replace(self, requests=requests, description=described)
+
 
 def workload_names() -> list[str]:
     """Return every workload's name: the files of this folder, bar those that start with an underscore."""
@@ -104,6 +145,45 @@ def resolve_workload(name: str) -> Callable[..., Workload]:
         raise UnknownNameError("workload", name, workload_names())
     module = import_module(f"{__name__}.{name}")
     return getattr(module, module.__all__[0])
+
+
+def make_workload(
+    name: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    seed: int = 0,
+    requests_per_s: float | None = None,
+    max_tokens: int | None = None,
+    **settings: Any,
+) -> Workload:
+    """Return a workload by name; what every workload can be told is told here.
+
+    Args:
+        name: One of `workload_names()`.
+        tokenizer: The served model's.
+        seed: Chooses texts, questions and arrival times.
+        requests_per_s: Mean rate of arrivals, see `Workload.with_arrivals`; None leaves the workload's own, if any.
+        max_tokens: Tokens to generate at most for each request; None leaves the workload's own.
+        settings: Of that workload.
+
+    Raises:
+        InvalidInputError: No such workload, or a setting that it does not have.
+    """
+    make = resolve_workload(name)
+    known = [setting for setting in signature(make).parameters if setting != "tokenizer"]
+    if unknown := [setting for setting in settings if setting not in known]:
+        raise UnknownNameError(f"setting of {name}", unknown[0], known)
+    workload = make(tokenizer, seed=seed, **settings)
+    if max_tokens is not None:
+        workload = replace(workload, requests=tuple(replace(r, max_tokens=max_tokens) for r in workload.requests))
+    return workload if requests_per_s is None else workload.with_arrivals(requests_per_s)
+
+
+def require_positive(**counts: int) -> None:
+    """Raise InvalidInputError if a count is below 1."""
+    for name, count in counts.items():
+        if count < 1:
+            raise InvalidInputError(f"{name} is {count}; at least 1 is needed")
 
 
 def _prefix_digests(token_ids: np.ndarray, chunk_tokens: int) -> list[bytes]:
