@@ -26,7 +26,7 @@ print(provenance("simulated"))
 print("tables:", ", ".join(TABLES))
 
 # %% [markdown]
-# ## How many values agree in every digit
+# ## Result: how many values agree in every digit
 
 # %%
 tables, rows = {}, []
