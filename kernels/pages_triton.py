@@ -67,7 +67,7 @@ def copy_pages(
 def move(pages: PageTable, blocks: np.ndarray, arena: np.ndarray, slots: np.ndarray, gather: bool) -> int:
     """arena[slots[k], l, i] = pages[l][blocks[k, i]], or the reverse; returns the number of pages moved.
 
-    When it returns or raises, neither the pages nor the arena are touched any more.
+    When it returns, the bytes are there. Then, and after a fault, neither pages nor arena are touched any more.
     """
     device = pages.pages[0].device if pages.is_cuda else torch.device("cpu")
     at_once = max(1, _STAGING_NBYTES // max(1, arena[0].nbytes))

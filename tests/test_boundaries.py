@@ -252,6 +252,53 @@ def test_a_tail_that_leaves_between_lookup_and_load_is_a_failed_load_not_a_short
         control.finish("late")
 
 
+def test_a_whole_chunk_that_comes_between_lookup_and_load_promises_no_more(tmp_path):
+    """Where a tail was found and now a whole chunk lies: blocks beyond the tail were not asked for."""
+    prompt = list(range(100, 140))
+    with CacheEngine(OURS, memory_bytes=0, disk_path=tmp_path) as engine:
+        store(engine, prompt[:22], partial=True)
+        engine.flush()
+        store(engine, prompt)
+        assert engine.data.flush()  # written, and the report not read yet
+        engine._lookup = engine.control.lookup  # the writer was done right behind it
+        pages = Pages(64, LAYOUT)
+        assert engine.retrieve(prompt, pages.table, blocks=BLOCKS[:6]) == 22
+        assert not any(array[6:].any() for array in pages.arrays)
+
+
+def test_tails_of_one_length_leave_one_by_one():
+    tails = [[*range(16), n, n, n] for n in (40, 50)]
+    with CacheEngine(OURS, memory_bytes=3 * CHUNK, store_partial=True) as engine:
+        for prompt in tails:
+            store(engine, prompt)
+        assert [retrieve(engine, prompt) for prompt in tails] == [19, 19]
+        store(engine, [*range(16), 60, 60, 60, 60])  # in the place of the first
+        assert [retrieve(engine, prompt) for prompt in tails] == [16, 19]
+        engine.clear()
+        assert not engine.control._tails
+
+
+def test_a_chunk_that_stops_where_a_loaded_tail_did(tmp_path):
+    """What was stored under other settings is met as a tail; the same request then stores chunks of its own cut."""
+    prompt = [*range(3), END, *range(5, 12), END, *range(20, 40)]
+    settings = {"disk_path": tmp_path, "boundary_tokens": (END,)}
+    with CacheEngine(OURS, memory_bytes=0, min_chunk_tokens=2 * BLOCK, **settings) as engine:
+        store(engine, prompt[:13])
+    with CacheEngine(OURS, memory_bytes=4 * CHUNK, min_chunk_tokens=BLOCK, **settings) as engine:
+        chain, control, pages = chain_of(engine, prompt), engine.control, Pages(64, LAYOUT)
+        assert [chunk.stop for chunk in chain] == [4, 12, 28] and control.lookup(chain) == 12
+        control.admit("r", chain, reuse_tokens=12)
+        engine.data.attach(pages.table)
+        engine.data.run(control.plan_loads("r", 0, 12, BLOCKS))
+        fill(engine, prompt, pages)
+        engine.data.run(control.plan_stores("r", 32, BLOCKS))
+        assert engine.data.flush()
+        control.apply(engine.data.take_report())
+        control.finish("r")
+        assert retrieve(engine, prompt) == 28
+        audit(control)
+
+
 def test_a_pinned_and_a_prefetched_tail(tmp_path):
     prompt = list(range(100, 122))
     with CacheEngine(OURS, memory_bytes=0, disk_path=tmp_path) as engine:

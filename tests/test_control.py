@@ -606,6 +606,21 @@ def test_a_late_answer_counts_what_is_there_after_all(planes):
     audit(planes.control)
 
 
+@pytest.mark.parametrize("planes", ["memory", "through", "back", "disk"], indirect=True)
+def test_an_answer_that_lay_unread_past_the_deadline_counts(planes):
+    """Nobody comes for the answers while nothing is asked, or while a step takes minutes: they are no worse for it."""
+    planes.admit(range(16))
+    planes.send()
+    planes.carry_out()
+    assert planes.data.flush(10)
+    planes.now += 300
+    planes.deliver()
+    planes.finish("r1")
+    assert planes.control.lookup(chain_of(range(16))) == 16
+    assert set(deadlines_met(planes).values()) == {0}
+    rest(planes)
+
+
 def test_a_request_that_never_finishes_lets_go(planes):
     planes.admit(range(16))
     planes.finish("r1")
@@ -712,6 +727,46 @@ def test_wrong_blocks_of_a_load_are_an_answer_not_an_exception():
     assert [done.reason for done in planes.data.take_report()] == ["", "raised ValueError"]
     assert planes.data.take_bad_blocks() == {2, 99}
     planes.close()
+
+
+def test_pages_that_cannot_be_moved_are_an_answer_not_an_exception(planes, monkeypatch):
+    """A GPU without memory for chunks on their way."""
+
+    def no_memory(*args):
+        raise RuntimeError("CUDA out of memory")
+
+    planes.admit(range(16))
+    planes.finish("r1")
+    planes.settle()
+    monkeypatch.setattr("workbench.transfers.scatter_pages", no_memory)
+    planes.admit(range(16))
+    planes.send()
+    planes.carry_out()
+    planes.deliver()
+    assert planes.control.record.totals.failures("load") == {"raised RuntimeError": 2}
+    monkeypatch.setattr("workbench.transfers.gather_pages", no_memory)
+    planes.admit(range(100, 108))
+    planes.finish("r3")
+    planes.settle()
+    assert planes.control.lookup(chain_of(range(100, 108))) == 0
+    monkeypatch.undo()
+    rest(planes)
+
+
+def test_arena_is_page_locked_once_and_kernels_compile_when_pages_are_attached(planes, monkeypatch):
+    calls = []
+    monkeypatch.setattr("kernels.pages_triton.pin", lambda array: not calls.append("pin"))
+    monkeypatch.setattr("kernels.pages_triton.unpin", lambda array: calls.append("unpin"))
+    monkeypatch.setattr("workbench.transfers.gather_pages", lambda pages, blocks, *a: calls.append(blocks.tolist()))
+    monkeypatch.setattr("workbench.transfers.scatter_pages", lambda c, s, pages, blocks: calls.append(blocks.tolist()))
+    for _ in range(2):
+        table = Pages(4).table
+        table.is_cuda = True
+        planes.data.attach(table)
+    planes.data.close()
+    planes.data.close()
+    nothing = [[-1] * PER_CHUNK]
+    assert calls == ["pin", *4 * [nothing], "unpin"]
 
 
 def test_close_twice_and_with_a_full_queue(planes):

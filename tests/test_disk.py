@@ -857,6 +857,21 @@ def test_nobody_waits_for_a_directory_that_takes_long_to_look_through(tmp_path, 
         audit(engine.control)
 
 
+def test_a_fault_while_changes_are_noted_ends_no_survey(tmp_path):
+    with CacheEngine(IDENTITY, memory_bytes=0, disk_path=tmp_path, disk_survey_seconds=0.02) as engine:
+        faults, real = [], engine.control.note_changes
+
+        def note_changes(level, changes):
+            if not faults:
+                faults.append(level)
+                raise KeyError("a fault")
+            return real(level, changes)
+
+        engine.control.note_changes = note_changes
+        write(DiskTier(tmp_path), CHAIN[0])
+        assert until(lambda: engine.tiers()[0].chunks == 1) and faults
+
+
 def test_closing_during_the_first_look(tmp_path, monkeypatch):
     for chunk in CHAIN:
         write(DiskTier(tmp_path), chunk)

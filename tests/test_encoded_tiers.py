@@ -9,7 +9,8 @@ from oracle import Pages, audit
 
 from workbench.chunks import ChunkChain
 from workbench.codecs import codec_names, resolve_codec
-from workbench.engine import CacheEngine
+from workbench.config import CacheConfig
+from workbench.engine import CacheEngine, encoded_identity
 from workbench.errors import InvalidInputError
 from workbench.layout import Identity, KVLayout
 from workbench.testing_tiers import check_tier
@@ -160,6 +161,12 @@ def test_a_code_that_was_changed_is_a_miss(tmp_path):
 def test_settings_that_cannot_work(settings, tmp_path):
     with pytest.raises(InvalidInputError):
         CacheEngine(IDENTITY, disk_path=tmp_path / "kv", **settings)
+
+
+def test_an_identity_that_names_a_codec_keeps_the_engines_own_apart_too():
+    named = replace(IDENTITY, codec="of the model's own")
+    found = [encoded_identity(who, CacheConfig(codec=codec)) for who in (IDENTITY, named) for codec in ("raw", "int8")]
+    assert found[0] == IDENTITY and found[2] == named and len({who.digest for who in found}) == 4
 
 
 def test_a_layout_that_a_codec_cannot_read():
