@@ -3,13 +3,14 @@
     engines (one a codec) -> the document's first question stores its KV -> further questions, each at every bandwidth,
     rotating through the engines -> one row a question
 
-    frame = codec_links("smollm2", codecs=("raw", "int8", "ecsq"), gbits=(0.3, 1, 10))
-    plot_ttft_by_bandwidth(ttft_by_bandwidth_data(frame))
+    links = codec_links("smollm2", codecs=("raw", "int8", "ecsq"), gbits=(0.3, 1, 10))
+    plot_ttft_by_bandwidth(ttft_by_bandwidth_data(links.frame), badge=links.badge)
 
 The link is a relay on this machine (experiments/links.py) in front of a real Redis; memory and disk have none.
 """
 
 import itertools
+import json
 import math
 import tempfile
 import time
@@ -25,12 +26,15 @@ import polars as pl
 from experiments.arms import arm_by_name, ready
 from experiments.links import GBIT, LimitedLink
 from experiments.models import ModelSource, resolve_model
+from experiments.provenance import provenance
 from experiments.serving import EngineProcess
 from experiments.workloads.long_document import long_document
 from workbench.codecs import resolve_codec
 from workbench.errors import InvalidInputError
 
-__all__ = ["NO_CACHE", "codec_links"]
+__all__ = ["EXAMPLE_LINKS", "NO_CACHE", "CodecLinks", "codec_links"]
+
+EXAMPLE_LINKS = Path(__file__).parent.parent / "notebooks" / "example_runs" / "codec_links.json"
 
 NO_CACHE = "no reuse"
 _SHORT_PROMPT = np.arange(1, 40)  # less than a chunk: an engine's step that stores and finds nothing
@@ -38,6 +42,41 @@ _SCHEMA = {
     "codec": pl.String, "place": pl.String, "gbit_per_s": pl.Float64, "question": pl.Int64, "prompt_tokens": pl.Int64,
     "hit_tokens": pl.Int64, "ttft_s": pl.Float64, "first_token_equal": pl.Boolean,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CodecLinks:
+    """Measured requests and where they come from.
+
+    Attributes:
+        frame: One row a question and codec: codec ("no reuse" for vLLM alone), place, gbit_per_s (infinite without a
+            link), question, prompt_tokens, hit_tokens, ttft_s, and first_token_equal: to the answer without reuse.
+        badge: Machine, version and day.
+        model: What was served.
+    """
+
+    frame: pl.DataFrame
+    badge: str
+    model: str
+
+    def save(self, path: Path) -> None:
+        """Write everything as JSON."""
+        rows = [row | {"gbit_per_s": str(row["gbit_per_s"])} for row in self.frame.to_dicts()]  # JSON has no infinity
+        path.write_text(json.dumps({"badge": self.badge, "model": self.model, "rows": rows}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path = EXAMPLE_LINKS) -> "CodecLinks":
+        """What `save` wrote; by default what comes with the notebooks.
+
+        Raises:
+            InvalidInputError: There is no such file, or it holds something else.
+        """
+        try:
+            found = json.loads(path.read_text())
+            rows = [row | {"gbit_per_s": float(row["gbit_per_s"])} for row in found["rows"]]
+            return cls(pl.DataFrame(rows, schema=_SCHEMA), found["badge"], found["model"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidInputError(f"{path} holds no measured links: {error}") from error
 
 
 @dataclass
@@ -53,7 +92,7 @@ def codec_links(model: str | Path | ModelSource = "smollm2", *,
                 codecs: Sequence[str] = ("raw", "lossless", "int8", "int4", "ecsq"),
                 place: str = "redis", gbits: Sequence[float] = (0.3, 1.0, 10.0), document_tokens: int = 2000,
                 repeats: int = 3, threads: int = 0, seed: int = 0,
-                watch: Callable[[str], None] = lambda _: None) -> pl.DataFrame:  # fmt: skip
+                watch: Callable[[str], None] = lambda _: None) -> CodecLinks:  # fmt: skip
     """TTFT of repeated long prompts under each codec, at each bandwidth of the link.
 
     Args:
@@ -66,10 +105,6 @@ def codec_links(model: str | Path | ModelSource = "smollm2", *,
         threads: Compute threads of each engine; all cores by default.
         seed: Chooses document and questions.
         watch: Told what happens.
-
-    Returns:
-        One row a question and codec: codec ("no reuse" for vLLM alone), place, gbit_per_s (infinite without a link),
-        question, prompt_tokens, hit_tokens, ttft_s, and first_token_equal: to the answer without reuse.
 
     Raises:
         InvalidInputError: A place that is none of these.
@@ -95,7 +130,7 @@ def codec_links(model: str | Path | ModelSource = "smollm2", *,
     reference = {row["question"]: row["first"] for row in rows if row["codec"] == NO_CACHE}
     for row in rows:
         row |= {"place": place, "first_token_equal": row["first"] == reference[row["question"]]}
-    return pl.DataFrame(rows, schema=_SCHEMA, strict=False)
+    return CodecLinks(pl.DataFrame(rows, schema=_SCHEMA, strict=False), provenance("measured"), source.name)
 
 
 def _questions(source: ModelSource, document_tokens: int, count: int, seed: int) -> list[np.ndarray]:

@@ -20,9 +20,11 @@ import os
 
 import polars as pl
 
+from experiments.codec_links import CodecLinks
 from experiments.codec_table import CodecTable, measure_codec_table
 from experiments.compression_claims import compression_claims
 from experiments.plots.codec_pareto import codec_pareto_data, plot_codec_pareto
+from experiments.plots.ttft_by_bandwidth import plot_ttft_by_bandwidth, ttft_by_bandwidth_data
 from workbench.testing_codecs import check_codec
 
 model = os.environ.get("KVWORKBENCH_MODEL", "smollm2")
@@ -65,6 +67,14 @@ with pl.Config(tbl_rows=40, fmt_str_lengths=60):
 
 # %%
 plot_codec_pareto(codec_pareto_data(table.frame()), badge=table.badge)
+
+# %% [markdown]
+# ### Behind a network
+# Time to first token under real vLLM, the KV in Redis behind a link of a chosen bandwidth (`kvworkbench codecs links`).
+
+# %%
+links = CodecLinks.load()
+plot_ttft_by_bandwidth(ttft_by_bandwidth_data(links.frame), badge=links.badge)
 
 # %% [markdown]
 # ### What was published, and what it is here

@@ -8,7 +8,7 @@ import time
 import polars as pl
 import pytest
 
-from experiments.codec_links import codec_links
+from experiments.codec_links import CodecLinks, codec_links
 from experiments.links import LimitedLink
 from experiments.plots.ttft_by_bandwidth import plot_ttft_by_bandwidth, ttft_by_bandwidth_data
 from workbench.errors import InvalidInputError
@@ -93,6 +93,19 @@ def test_no_link_no_lines():
     assert not plot_ttft_by_bandwidth(data).data
 
 
+def test_links_come_back_as_they_were_saved(tmp_path):
+    frame = pl.DataFrame(
+        [dict(codec="raw", place="disk", gbit_per_s=math.inf, question=1, prompt_tokens=9, hit_tokens=8, ttft_s=0.5,
+              first_token_equal=True)]
+    )  # fmt: skip
+    CodecLinks(frame, "measured", "m").save(tmp_path / "links.json")
+    back = CodecLinks.load(tmp_path / "links.json")
+    assert back.frame.equals(frame) and (back.badge, back.model) == ("measured", "m")
+    (tmp_path / "links.json").write_text("[]")
+    with pytest.raises(InvalidInputError, match="no measured links"):
+        CodecLinks.load(tmp_path / "links.json")
+
+
 def test_a_place_that_is_none():
     with pytest.raises(InvalidInputError, match="memory, disk, redis"):
         codec_links(place="tape")
@@ -101,7 +114,8 @@ def test_a_place_that_is_none():
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_codecs_behind_a_link_under_vllm():
-    frame = codec_links("random:tiny", codecs=("raw", "int8"), gbits=(1.0, 10.0), document_tokens=600, repeats=1)
+    links = codec_links("random:tiny", codecs=("raw", "int8"), gbits=(1.0, 10.0), document_tokens=600, repeats=1)
+    frame = links.frame
     hits = frame.filter(pl.col("codec") != "no reuse")["hit_tokens"]
     assert frame.height == 6 and (hits >= 512).all()
     assert (frame.filter(pl.col("codec") == "no reuse")["hit_tokens"] == 0).all()

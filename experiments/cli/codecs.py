@@ -82,6 +82,33 @@ def measure(
                as_json)  # fmt: skip
 
 
+@codecs.command()
+def links(
+    names: Annotated[list[str] | None, typer.Argument(help="Codecs; raw, lossless, int8, int4, ecsq.")] = None,
+    model: Annotated[str, typer.Option(help="What `kvworkbench models` takes.")] = "smollm2",
+    place: Annotated[str, typer.Option(help="redis (behind a link), memory or disk.")] = "redis",
+    gbits: Annotated[str, typer.Option(help="Bandwidths of the link in Gbit/s, comma-separated.")] = "0.3,1,10",
+    repeats: Annotated[int, typer.Option(min=1, help="Questions at each bandwidth.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="File for the measured requests.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Where compression pays under real vLLM: TTFT under each codec, its KV behind a link of a chosen bandwidth.
+
+    Example: `kvworkbench codecs links raw int8 ecsq --gbits 1,10`
+    """
+    from experiments.codec_links import codec_links
+    from experiments.plots.ttft_by_bandwidth import ttft_by_bandwidth_data
+
+    speeds = [float(speed) for speed in gbits.split(",")]
+    options = {"codecs": names} if names else {}
+    measured = codec_links(model, place=place, gbits=speeds, repeats=repeats, **options,
+                           watch=lambda what: console.print(what, style="dim", highlight=False))  # fmt: skip
+    if out:
+        measured.save(out)
+    console.print(measured.badge, highlight=False, markup=False)
+    print_rows(ttft_by_bandwidth_data(measured.frame).to_dicts(), as_json)
+
+
 def _written(row: dict[str, Any]) -> dict[str, str]:
     return {
         "codec": row["codec"],
