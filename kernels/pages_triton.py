@@ -126,5 +126,5 @@ def pin(array: np.ndarray) -> bool:
 
 
 def unpin(array: np.ndarray) -> None:
-    """Undo `pin`. Memory that is given back while it is locked leaves its addresses locked for whoever gets them next."""
+    """Undo `pin`: memory that is given back while it is locked leaves its addresses locked for whoever comes next."""
     torch.cuda.cudart().cudaHostUnregister(array.ctypes.data)

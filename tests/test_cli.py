@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 
 from experiments.cli import app
 
-COMMANDS = ("demo", "report", "runs", "models", "doctor", "lab", "explain", "export", "traces", "replay", "policy")
+COMMANDS = ("demo", "report", "runs", "models", "doctor", "lab", "explain", "export", "traces", "replay", "policy",
+            "advise", "claims", "codecs", "serve", "share", "studies", "sweep")  # fmt: skip
 
 
 def run(*arguments):

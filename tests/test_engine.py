@@ -622,6 +622,19 @@ def test_prefetch_brings_a_prefix_up(tmp_path):
         rest(engine)
 
 
+def test_what_is_written_while_it_is_pinned_can_leave_afterwards(tmp_path):
+    with CacheEngine(IDENTITY, memory_bytes=8 * CHUNK, disk_path=tmp_path) as engine:
+        tier, gate = engine.data.tiers[0], threading.Event()
+        real = tier.write
+        tier.write = lambda *order: (gate.wait(5), real(*order))[1]
+        store(engine, range(16))
+        pin = engine.pin(range(16))
+        gate.set()
+        assert engine.flush()
+        engine.unpin(pin)
+        rest(engine)
+
+
 def test_a_pinned_prefix_stays():
     pages = Pages(48)
     with CacheEngine(IDENTITY, memory_bytes=3 * CHUNK) as engine:

@@ -11,6 +11,7 @@ from oracle import Pages, audit, payload
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import workbench.connectors.vllm as connector
+from workbench.chunks import ChunkChain, ChunkScope
 from workbench.config import CacheConfig
 from workbench.connectors.vllm_metrics import TransferMetrics, TransferStats
 from workbench.engine import build_data
@@ -120,6 +121,21 @@ def test_tails_of_answers_are_left_to_the_next_prompt(make):
     assert engine.ask(prompt, answer) == 0
     assert engine.ask([*prompt, 1, 2, 3]) == 20
     assert engine.ask([*prompt, *answer, 1]) == 32
+
+
+def test_a_tail_that_stops_within_a_block_is_loaded_to_its_last_whole_block(make):
+    """Another engine stored it to the last token; vLLM asks for whole blocks."""
+    engine, prompt = make(), list(range(40))
+    chain = ChunkChain(ChunkScope().root(engine.scheduler.identity), FULL).extend(prompt[:22])
+    engine.control.begin("other", chain)
+    orders = engine.control.plan_stores("other", 22, range(6), tail=True)
+    for order in orders:
+        for layer, part in enumerate(payload(order.chunk.key, LAYOUT)):
+            engine.pages.arrays[layer][list(order.blocks)] = part[: len(order.blocks)]
+    engine.data.run(orders)
+    engine.scheduler.reported(engine.data.take_report())
+    engine.control.finish("other")
+    assert engine.control.lookup(chain) == 22 and engine.ask(prompt) == 20
 
 
 def test_the_figures_that_reach_vllm(make):

@@ -376,11 +376,15 @@ class ControlPlane:
                     holds.append((tier, entry))
         return holds
 
-    def release_prefix(self, holds: Iterable[tuple[TierIndex, int]]) -> None:
+    def release_prefix(self, holds: Collection[tuple[TierIndex, int]]) -> None:
         """Give back what `hold_prefix` held."""
         for tier, entry in holds:
             tier.release(entry)
             self.index.unuse(entry)
+        entries = dict.fromkeys(entry for _, entry in holds)
+        for level, tier in enumerate(self.tiers):  # confirmed meanwhile, with no request left to settle it
+            if late := [e for e in entries if e in tier and e not in tier.order and not self.index.in_use(e)]:
+                self._settle(late, [level])
 
     # ---------------------------------------------------------------- what the data plane says
 

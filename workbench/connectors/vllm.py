@@ -168,8 +168,8 @@ class _Scheduler:
         chain = self._chain(request)
         if chain is None:
             return 0
-        usable = (request.num_tokens - 1) // self._block_size * self._block_size
-        found = max(0, min(self.control.lookup(chain), usable) - local_tokens)
+        usable = min(self.control.lookup(chain), request.num_tokens - 1)  # a tail may stop within a block
+        found = max(0, usable // self._block_size * self._block_size - local_tokens)
         self._matched[request.request_id] = (local_tokens, found)
         return found
 
