@@ -155,6 +155,24 @@ def test_a_code_that_was_changed_is_a_miss(tmp_path):
     assert ours.read(chunk, payload) == "absent"
 
 
+def test_a_code_shorter_than_its_frame_says_is_no_other_chunks():
+    """What the last read left behind in the buffer is not taken for the rest of this one."""
+    inner = MemoryTier()
+    tier = EncodedTier(inner, resolve_codec("int8"), LAYOUT)
+    first, second = list(ChunkChain(bytes(32), LAYOUT.chunk_tokens).extend(TOKENS))[:2]
+    pages, out = real_pages(), np.zeros(LAYOUT.chunk_nbytes, np.uint8)
+    for number, chunk in enumerate((first, second)):
+        blocks = BLOCKS[4 * number : 4 * number + 4]
+        payload = np.stack([array[blocks] for array in pages.arrays]).reshape(-1)
+        assert tier.write(chunk, payload)[0] == ""
+    code = np.zeros(tier.nbytes_of(LAYOUT.chunk_nbytes, 64), np.uint8)
+    assert inner.read(second, code, at_most=True) == ""
+    inner.erase(second.key)
+    assert inner.write(second, code[:64].copy())[0] == ""
+    assert tier.read(first, out) == ""
+    assert tier.read(second, out) == "mismatch"
+
+
 @pytest.mark.parametrize("settings", [
     dict(codec="int9"), dict(codec="int4(group=)"), dict(memory_codec="int8", write="back"),
 ])  # fmt: skip

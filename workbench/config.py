@@ -51,7 +51,7 @@ class CacheConfig(BaseSettings):
     redis_policy: str = "lru"
     object_store_policy: str = "lru"
     codec: str = "raw"  # of the tiers below memory: a name of `workbench.codecs`, or as in "int4(group=32)"
-    memory_codec: str = "raw"  # of the memory tier: encoded when a chunk is stored, decoded by each load
+    memory_codec: str = "raw"  # of the memory tier: encoded when stored, decoded by each load; nothing rises into it
     boundary_tokens: tuple[NonNegativeInt, ...] = ()  # ids that end a sentence or turn: chunks end behind them, too
     min_chunk_tokens: NonNegativeInt = 0  # of a chunk that ends at one, whole blocks; 0 for a quarter of a full chunk
     store_partial: bool = False  # store the tail that does not fill a chunk, too

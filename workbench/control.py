@@ -489,14 +489,6 @@ class ControlPlane:
 
     # ---------------------------------------------------------------- what a tier holds from before, or from others
 
-    def adopt(self, level: int, found: Iterable[StoredChunk]) -> list[Order]:
-        """Take over what a tier held before this start, oldest use first. Returns orders to erase what has no room.
-
-        What was used last stays, together with all that stands before it.
-        """
-        self.begin_adoption(level)
-        return [order for piece in self.adopting(level, found) for order in piece]
-
     def begin_adoption(self, level: int) -> None:
         """From now on nothing new is stored in a tier, until `adopting` has come to its end and it is known how full
         the tier is."""
@@ -506,7 +498,9 @@ class ControlPlane:
         self._starting.discard(level)
 
     def adopting(self, level: int, found: Iterable[StoredChunk]) -> Iterator[list[Order]]:
-        """`adopt` in pieces, between which other calls may come in."""
+        """Take over what a tier held before this start, given oldest use first, in pieces between which other calls may
+        come in. Yields orders to erase what has no room: what was used last stays, with all that stands before it.
+        """
         tier, orders, adopted = self.tiers[level], [], []
         for number, stored in enumerate(_latest_first(list(found)), 1):
             orphan = stored.start and not self._reachable(stored.parent) and stored.parent in self._departed

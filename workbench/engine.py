@@ -49,7 +49,7 @@ _START_SECONDS = 1.0  # that a start waits for a look through a directory
 
 def build_control(identity: Identity, config: CacheConfig, tiers: Sequence[Tier], *, record: Recorder | None = None,
                   recompute_seconds: Callable[[int, int], float] = lambda a, b: 0.0) -> ControlPlane:  # fmt: skip
-    """The control plane that a configuration describes. Takes over nothing yet: see `ControlPlane.adopt`.
+    """The control plane that a configuration describes. Takes over nothing yet: see `survey_tiers`.
 
     Args:
         identity: What the KV is.

@@ -1,8 +1,10 @@
 """Any tier with a codec before it: what lies there is smaller, and whoever reads pays for decoding.
 
-write   chunk -> codec -> frame | code -> the tier
-read    the tier -> frame checked -> codec -> chunk
+write   chunk -> codec -> frame | code | key -> the tier
+read    the tier -> frame and key checked -> codec -> chunk
 frame   8 bytes: length of the code; 8 bytes: digest of the codec's repr
+
+The key at the end tells a code that is shorter than its frame says, behind which another chunk's bytes would be read.
 """
 
 import hashlib
@@ -23,6 +25,8 @@ __all__ = ["EncodedTier"]
 logger = logging.getLogger(__name__)
 
 _FRAME = struct.Struct("<Q8s")
+_KEY_NBYTES = 32
+_AROUND = _FRAME.size + _KEY_NBYTES
 
 
 class EncodedTier(Tier):
@@ -41,7 +45,7 @@ class EncodedTier(Tier):
         self.tier, self.codec, self.layout = tier, codec, layout
         self.name, self.shared, self.survives = tier.name, tier.shared, tier.survives
         self.exact, self.breaker = codec.tolerance == 0.0, tier.breaker
-        self._most = _FRAME.size + codec.max_nbytes(layout)
+        self._most = _AROUND + codec.max_nbytes(layout)
         self._digest = hashlib.sha256(repr(codec).encode()).digest()[:8]
         self._scratch = threading.local()
 
@@ -50,10 +54,15 @@ class EncodedTier(Tier):
         if reason := self.tier.read(chunk, code, at_most=True):
             return reason
         nbytes, digest = _FRAME.unpack_from(code)
-        if digest != self._digest or nbytes > self._most - _FRAME.size:
+        end = _FRAME.size + nbytes
+        if (
+            digest != self._digest
+            or end + _KEY_NBYTES > self._most
+            or bytes(code[end : end + _KEY_NBYTES]) != chunk.key
+        ):
             return self._refuse(chunk, "mismatch")
         try:
-            self.codec.decode(code[_FRAME.size : _FRAME.size + nbytes].data, self.layout, self._as_chunk(out))
+            self.codec.decode(code[_FRAME.size : end].data, self.layout, self._as_chunk(out))
         except CorruptDataError as error:  # its checksum was right: it was written so
             logger.warning("a chunk of the %s tier cannot be decoded: %s", self.name, error)
             return self._refuse(chunk, "corrupt")
@@ -64,9 +73,10 @@ class EncodedTier(Tier):
             code = memoryview(self.codec.encode(self._as_chunk(payload), self.layout))
         except UnrepresentableError:
             return "unrepresentable", 0
-        framed = self._buffer()[: _FRAME.size + code.nbytes]
+        framed = self._buffer()[: _AROUND + code.nbytes]
         _FRAME.pack_into(framed, 0, code.nbytes, self._digest)
-        framed[_FRAME.size :] = np.frombuffer(code, np.uint8)
+        framed[_FRAME.size : -_KEY_NBYTES] = np.frombuffer(code, np.uint8)
+        framed[-_KEY_NBYTES:] = np.frombuffer(chunk.key, np.uint8)
         return self.tier.write(chunk, framed)
 
     def erase(self, key: bytes) -> None:
@@ -87,10 +97,6 @@ class EncodedTier(Tier):
 
     def close(self) -> None:
         self.tier.close()
-
-    def __getattr__(self, name: str):
-        """What one medium has and another has not: its breaker, its path."""
-        return getattr(self.tier, name)
 
     def _refuse(self, chunk: Chunk, reason: str) -> str:
         self.tier.erase(chunk.key)
