@@ -45,7 +45,7 @@ def break_even_data(requests: pl.DataFrame, *, model: Any = "smollm2-135m") -> p
 
     Returns:
         series (arm), label, kind ("measured" or "modelled"), prompt_tokens, cached_tokens, ttft_s, n (0 for lines),
-        break_even_tokens (of the modelled line, from the arm's least hit on; null where nothing pays).
+        break_even_tokens (where the modelled line begins to pay; null where it never does, or always).
     """
     cells = cost_cells(requests)
     labels = _labels(requests, cells)
@@ -133,7 +133,7 @@ def _warm_line(costs: CostModel, arm: str, label: str, tier: str | None, lengths
     hits = lengths - new_tokens
     seconds = costs.ttft_seconds(lengths, hits, tier=tier)
     saves = np.flatnonzero(np.asarray(costs.ttft_seconds(lengths)) > seconds)
-    first = round(float(lengths[saves[0]])) if len(saves) else None
+    first = round(float(lengths[saves[0]])) if len(saves) and saves[0] else None  # at the first, it lies further left
     return _rows(arm, label, lengths, hits, seconds, first)
 
 
