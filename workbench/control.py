@@ -216,14 +216,17 @@ class ControlPlane:
 
     # ---------------------------------------------------------------- requests
 
-    def admit(self, request: str, chain: ChunkChain, *, local_tokens: int = 0, reuse_tokens: int = 0) -> None:
+    def admit(self, request: str, chain: ChunkChain, *, local_tokens: int = 0, reuse_tokens: int = 0,
+              lookup_seconds: float = 0.0) -> None:  # fmt: skip
         """A request starts. It will load `reuse_tokens` after the `local_tokens` that the serving engine has itself.
+
+        `lookup_seconds` is what looking them up took.
 
         Called again for a request that was preempted, it counts once more only if that one was finished.
         """
         if not self.begin(request, chain):
             return
-        self.record("lookup", request=request, tokens=chain.num_tokens - local_tokens)
+        self.record("lookup", request=request, tokens=chain.num_tokens - local_tokens, seconds=lookup_seconds)
         self.record("reuse", request=request, tokens=reuse_tokens)
         missed = False
         for number in range(chain.whole(local_tokens), len(chain)):

@@ -147,7 +147,8 @@ class _Scheduler:
         self._chains: dict[str, ChunkChain] = {}
         self._requests: dict[str, Any] = {}
         self._blocks: dict[str, list[int]] = {}
-        self._matched: dict[str, tuple[int, int]] = {}  # request -> (tokens vLLM has, tokens to load)
+        # request -> (tokens vLLM has, tokens to load, seconds of the lookup)
+        self._matched: dict[str, tuple[int, int, float]] = {}
         self._lock = threading.Lock()
         ranks = vllm_config.parallel_config.world_size  # each has a folder of its own, which is not looked into here
         self._surveys = [] if ranks > 1 else survey_tiers(
@@ -165,25 +166,25 @@ class _Scheduler:
     @_one_at_a_time
     def matched_tokens(self, request: Any, local_tokens: int) -> int:
         """Tokens to load after the local ones: whole blocks, and at least one token is left to compute."""
-        chain = self._chain(request)
+        start, chain = time.perf_counter(), self._chain(request)
         if chain is None:
             return 0
         usable = min(self.control.lookup(chain), request.num_tokens - 1)  # a tail may stop within a block
         found = max(0, usable // self._block_size * self._block_size - local_tokens)
-        self._matched[request.request_id] = (local_tokens, found)
+        self._matched[request.request_id] = (local_tokens, found, time.perf_counter() - start)
         return found
 
     @_one_at_a_time
     def allocated(self, request: Any, block_ids: list[int], reuse_tokens: int) -> None:
         """vLLM admitted the request with blocks for what it will load and compute."""
         name = request.request_id
-        local, found = self._matched.pop(name, (0, 0))
+        local, found, seconds = self._matched.pop(name, (0, 0, 0.0))
         chain = self._chain(request)
         if chain is None:
             return
         assert reuse_tokens in (0, found), f"vLLM loads {reuse_tokens} tokens where {found} were found"
         self._requests[name] = request
-        self.control.admit(name, chain, local_tokens=local, reuse_tokens=reuse_tokens)
+        self.control.admit(name, chain, local_tokens=local, reuse_tokens=reuse_tokens, lookup_seconds=seconds)
         if reuse_tokens:
             self.orders.loads += self.control.plan_loads(name, local, local + reuse_tokens, block_ids)
 
