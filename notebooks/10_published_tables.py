@@ -18,6 +18,7 @@
 # %%
 import polars as pl
 
+from experiments.plots.published_values import plot_published_values, published_values_data
 from experiments.provenance import provenance
 from experiments.tables import TABLES, reproduce
 from workbench.errors import InvalidInputError
@@ -39,6 +40,9 @@ for name in ("kvcache_simulator", "libcachesim", "llmtrafficlens", "mooncake_fig
     table = tables[name]
     equal = (table["agreeing_digits"] == table["digits"]).sum()
     rows.append((name, len(table), equal, table["gap"].abs().max(), ""))
+plot_published_values(published_values_data(tables), badge=provenance("simulated"))
+
+# %%
 pl.DataFrame(rows, ["table", "values", "equal", "worst_gap", "missing"], orient="row")
 
 # %% [markdown]

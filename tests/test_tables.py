@@ -1,7 +1,9 @@
 """Published tables that are recomputed from public traces; skipped where the traces are not on the machine."""
 
+import polars as pl
 import pytest
 
+from experiments.plots.published_values import plot_published_values, published_values_data
 from experiments.tables import TABLES, agreeing_digits, reproduce
 from experiments.traces import find_trace
 from workbench.errors import InvalidInputError, UnknownNameError
@@ -104,3 +106,18 @@ def test_a_wrong_table_lists_the_right_ones():
     with pytest.raises(UnknownNameError, match="kvcache_simulator"):
         reproduce("table7")
     assert set(TABLES) >= {"kvcache_simulator", "libcachesim", "mooncake_table1"}
+
+
+def test_deviations_are_drawn_a_row_a_table():
+    table = pl.DataFrame(
+        {"trace": ["t", "t"], "what": ["lru", "lhd"], "capacity": ["1", "2"], "published": ["0.50", "0.40"],
+         "recomputed": [0.5, 0.44], "gap": [0.0, 0.04], "digits": [2, 2], "agreeing_digits": [2, 0]}
+    )  # fmt: skip
+    data = published_values_data({"a": table, "b": table})
+    assert (
+        data["deviation"].to_list() == pytest.approx([1e-7, 0.1] * 2) and data["equal"].to_list() == [True, False] * 2
+    )
+    figure = plot_published_values(data)
+    assert [trace.name for trace in figure.data] == ["every digit agrees (n = 2)", "digits differ (n = 2)"]
+    assert "simulated" in str(figure.layout) and "share" in figure.layout.xaxis.title.text
+    assert not plot_published_values(published_values_data({})).data
