@@ -25,6 +25,7 @@ from experiments.codec_table import CodecTable, measure_codec_table
 from experiments.compression_claims import compression_claims
 from experiments.plots.codec_pareto import codec_pareto_data, plot_codec_pareto
 from experiments.plots.ttft_by_bandwidth import plot_ttft_by_bandwidth, ttft_by_bandwidth_data
+from experiments.provenance import provenance
 from workbench.testing_codecs import check_codec
 
 model = os.environ.get("KVWORKBENCH_MODEL", "smollm2")
@@ -66,6 +67,7 @@ with pl.Config(tbl_rows=40, fmt_str_lengths=60):
 # Down and to the left is better. A filled mark is a codec that no other beats in both.
 
 # %%
+print(provenance("measured"))
 plot_codec_pareto(codec_pareto_data(table.frame()), badge=table.badge)
 
 # %% [markdown]
