@@ -14,19 +14,17 @@ role, or with empty content, holds none; reasoning does, and the first token of 
 
 import asyncio
 import json
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from experiments.intervals import PERCENTILE_SAMPLES, percentile
 from experiments.workloads import Request
 from workbench.errors import CacheError, InvalidInputError
 
-__all__ = ["PERCENTILES", "enough_samples", "load_summary", "percentile", "send_requests", "stream"]
-
-PERCENTILES = (50, 90, 95, 99)
+__all__ = ["load_summary", "send_requests", "stream"]
 
 _REQUEST_SECONDS = 600.0
 
@@ -268,22 +266,6 @@ def _seconds(milliseconds: float | None) -> float | None:
 # ---------------------------------------------------------------- figures of a run
 
 
-def enough_samples(percent: int) -> int:
-    """The fewest samples whose greatest lies above that percentile with a probability of 95 %: 1 - p^n >= 0.95."""
-    return math.ceil(math.log(0.05) / math.log(percent / 100))
-
-
-def percentile(values: Iterable[float | None], percent: int) -> float | None:
-    """A percentile of the values that are known, by linear interpolation; None if they are too few for it."""
-    known = sorted(value for value in values if value is not None)
-    if not known or len(known) < enough_samples(percent):
-        return None
-    place = (len(known) - 1) * percent / 100
-    below = int(place)
-    above = min(below + 1, len(known) - 1)
-    return known[below] + (known[above] - known[below]) * (place - below)
-
-
 def load_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Throughput and latencies of what `send_requests` returned.
 
@@ -304,7 +286,7 @@ def load_summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         found |= dict.fromkeys(rates, "no data")
     for name in ("ttft_s", "itl_s", "e2e_s", "queue_s"):
         values = [row[name] for row in good if row[name] is not None]
-        for percent in PERCENTILES:
+        for percent in PERCENTILE_SAMPLES:
             value = percentile(values, percent)
             found[f"{name}_p{percent}"] = "no data" if not values else "n too small" if value is None else value
     return found

@@ -1,12 +1,12 @@
-"""How sure a mean is: Student's interval, for as few values as experiments have."""
+"""How sure a mean is, and which percentiles a sample bears: for as few values as experiments have."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Interval", "mean_interval"]
+__all__ = ["PERCENTILE_SAMPLES", "Interval", "enough_samples", "mean_interval", "percentile"]
 
 # Two-sided 95 % points of Student's t for 1 to 30 degrees of freedom; beyond, the normal distribution's 1.96 plus the
 # first term of its expansion in 1/n is within 0.001.
@@ -52,3 +52,17 @@ def mean_interval(values: Sequence[float] | np.ndarray) -> Interval:
 
 def _t95(freedom: int) -> float:
     return _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.37 / freedom
+
+
+def enough_samples(percent: int) -> int:
+    """The fewest samples whose greatest lies above that percentile with a probability of 95 %: 1 - p^n >= 0.95."""
+    return math.ceil(math.log(0.05) / math.log(percent / 100))
+
+
+PERCENTILE_SAMPLES = {percent: enough_samples(percent) for percent in (50, 90, 95, 99)}
+
+
+def percentile(values: Iterable[float | None], percent: int) -> float | None:
+    """A percentile of the values that are known, by linear interpolation; None if they are too few for it."""
+    known = [value for value in values if value is not None]
+    return float(np.percentile(known, percent)) if len(known) >= enough_samples(percent) else None

@@ -4,22 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from experiments.arms import Arm
+from experiments.intervals import percentile
 from experiments.workloads import Request, Workload
 from workbench.events import Event, Totals
 
-__all__ = ["PERCENTILE_SAMPLES", "EventSums", "cell_figures", "contamination", "percentile", "request_row"]
-
-# Percentile -> the fewest values of which the greatest lies above it with a probability of 95 %.
-PERCENTILE_SAMPLES = {50: 5, 90: 29, 95: 59, 99: 299}
-
-
-def percentile(values: Sequence[float | None], percent: int) -> float | None:
-    """A percentile (50, 90, 95 or 99) of the values that are known; None if they are too few for it."""
-    known = [value for value in values if value is not None]
-    return float(np.percentile(known, percent)) if len(known) >= PERCENTILE_SAMPLES[percent] else None
+__all__ = ["EventSums", "cell_figures", "contamination", "request_row"]
 
 
 def request_row(arm: Arm, request: Request, bound: int, answer: dict[str, Any], sums: "EventSums") -> dict[str, Any]:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 
-from experiments.client import enough_samples, load_summary, percentile, send_requests, stream
+from experiments.client import load_summary, send_requests, stream
+from experiments.intervals import enough_samples, percentile
 from experiments.router import Router
 from experiments.workloads import Request
 from workbench.errors import CacheError, InvalidInputError

@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 from synthetic_run import synthetic_run
 
-from experiments.intervals import mean_interval
+from experiments.intervals import PERCENTILE_SAMPLES, mean_interval
 from experiments.plots import plot_names, plot_run, plot_study, study_plot_names
 from experiments.plots._study import varied_settings
 from experiments.plots._style import TEMPLATES, line_style
@@ -20,7 +20,6 @@ from experiments.plots.pareto import pareto_data
 from experiments.plots.ttft_ecdf import ttft_ecdf_data
 from experiments.plots.ttft_waterfall import ttft_waterfall_data
 from experiments.study import Study
-from experiments.study_measures import PERCENTILE_SAMPLES
 from workbench.errors import UnknownNameError
 
 CHUNKS, CAPACITIES, CODECS, REPEATS = (64, 128, 256), (1_000, 4_000), ("raw", "int8"), 3

@@ -2,9 +2,9 @@
 
 import pytest
 
+from experiments.intervals import percentile
 from experiments.study import ENGINES_AT_ONCE, Study
 from experiments.study_cells import mismatches
-from experiments.study_measures import percentile
 from experiments.study_points import make_cell
 from experiments.study_serving import cache_settings, engine_name
 from workbench.errors import InvalidInputError

@@ -4,8 +4,8 @@ import numpy as np
 import plotly.graph_objects as go
 import polars as pl
 
+from experiments.intervals import PERCENTILE_SAMPLES
 from experiments.plots._style import REFERENCE_COLOR, arm_styles, label_text, new_figure, no_data_figure, seconds_axis
-from experiments.study_measures import PERCENTILE_SAMPLES
 from experiments.summary import answered, arm_rank
 from experiments.units import seconds_text
 
