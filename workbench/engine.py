@@ -31,7 +31,7 @@ from workbench.explain import Explanation, explain_chain
 from workbench.layout import Identity, KVLayout
 from workbench.orders import Done, Load, Order, Store
 from workbench.survey import Survey
-from workbench.tiers.base import Tier, TierIndex
+from workbench.tiers.base import Tier, TierIndex, TierUse
 from workbench.tiers.encoded import EncodedTier
 from workbench.tiers.memory import MemoryTier
 from workbench.tiers.presence import Presence
@@ -194,18 +194,6 @@ class EventFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-@dataclass(frozen=True)
-class TierUse:
-    """How full one tier is."""
-
-    name: str
-    chunks: int
-    used_bytes: int
-    capacity_bytes: int
-    high_water_bytes: int
-    holds: int
 
 
 class HitTokens(int):
@@ -442,10 +430,7 @@ class CacheEngine:
 
     def _tier_uses(self) -> list[TierUse]:
         self._settle_report()
-        return [
-            TierUse(t.name, len(t), t.used_bytes, t.capacity_bytes, t.high_water_bytes, t.holds)
-            for t in self.control.tiers
-        ]
+        return [tier.use for tier in self.control.tiers]
 
     @_in_turn
     def stats(self) -> dict[str, object]:

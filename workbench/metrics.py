@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from workbench.events import SECONDS_BUCKETS, Totals
+from workbench.tiers.base import TierUse
 
 __all__ = ["EngineMetrics", "Snapshot", "TierState", "by_tier", "count_by"]
 
@@ -20,15 +21,9 @@ _CORRUPT = ("corrupt", "mismatch", "mac")  # bytes that are not what was stored
 
 
 @dataclass(frozen=True)
-class TierState:
+class TierState(TierUse):
     """One tier at one moment."""
 
-    name: str
-    chunks: int
-    used_bytes: int
-    capacity_bytes: int
-    high_water_bytes: int
-    holds: int
     queued: int  # writes and erasures that wait for the tier
     breaker_open: bool | None = None  # None for a tier without a breaker
     breaker_trips: int = 0

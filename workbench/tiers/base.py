@@ -5,6 +5,7 @@ A new medium is one file with one `Tier`: read, write, erase, scan. Capacity, pi
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from workbench.chunks import Chunk
 from workbench.policies.live import LivePolicy
 from workbench.tiers.breaker import CircuitBreaker
 
-__all__ = ["Changes", "StoredChunk", "Tier", "TierIndex"]
+__all__ = ["Changes", "StoredChunk", "Tier", "TierIndex", "TierUse"]
 
 
 class StoredChunk(NamedTuple):
@@ -94,6 +95,18 @@ class Tier(ABC):
 
     def close(self) -> None:
         """Release files and connections; twice is fine."""
+
+
+@dataclass(frozen=True)
+class TierUse:
+    """How full one tier is."""
+
+    name: str
+    chunks: int
+    used_bytes: int
+    capacity_bytes: int
+    high_water_bytes: int
+    holds: int
 
 
 class TierIndex:
@@ -200,6 +213,11 @@ class TierIndex:
     @property
     def holds(self) -> int:
         return sum(self._holds.values())
+
+    @property
+    def use(self) -> TierUse:
+        """How full this tier is now."""
+        return TierUse(self.name, len(self), self.used_bytes, self.capacity_bytes, self.high_water_bytes, self.holds)
 
     def entries(self) -> Iterable[int]:
         return list(self._nbytes)
