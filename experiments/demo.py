@@ -9,7 +9,7 @@ from experiments.models import ModelSource, resolve_model
 from experiments.runs import Run, new_run_folder, requests_frame
 from experiments.serving import ARMS, Arm, Comparison, Progress
 from experiments.workloads.long_document import long_document
-from workbench.explain import common_prefix_tokens
+from workbench.chunks import common_tokens
 
 __all__ = ["compare", "demo_workload", "engine_room", "shared_tokens"]
 
@@ -87,4 +87,4 @@ def shared_tokens(workload: Any) -> dict[str, int]:
 
 def _longest_shared(request: Any, group: list[Any]) -> int:
     others = [other for other in group if other.document != request.document]
-    return max((common_prefix_tokens(request.token_ids, other.token_ids) for other in others), default=0)
+    return max((common_tokens(request.token_ids, other.token_ids) for other in others), default=0)

@@ -2,6 +2,8 @@
 
 import os
 
+import pytest
+
 # Read by vLLM when it is first imported. Single-process mode starts an engine in seconds and lets a test look inside.
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
@@ -12,3 +14,10 @@ os.environ.update(
 )
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def whole_chunks(monkeypatch):
+    """Hits and stores of whole chunks alone, for tests that count chunks."""
+    monkeypatch.setenv("KVWORKBENCH_STORE_PARTIAL", "false")
+    monkeypatch.setenv("KVWORKBENCH_PARTIAL_HITS", "false")

@@ -11,6 +11,8 @@ from workbench.engine import CacheEngine
 from workbench.errors import InvalidInputError
 from workbench.layout import KVLayout
 
+pytestmark = pytest.mark.usefixtures("whole_chunks")
+
 BLOCK, FULL = 4, 16
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_size=16, block_size=BLOCK, chunk_tokens=FULL)
 END = 99  # the token that ends a turn

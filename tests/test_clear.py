@@ -8,6 +8,8 @@ from workbench.chunks import ChunkScope
 from workbench.engine import CacheEngine
 from workbench.errors import InvalidInputError
 
+pytestmark = pytest.mark.usefixtures("whole_chunks")
+
 CHUNK = IDENTITY.layout.chunk_nbytes
 BLOCKS = list(range(48))
 PROMPTS = [list(range(start, start + 30)) for start in (0, 100, 1000)]

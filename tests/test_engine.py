@@ -16,6 +16,8 @@ from workbench.errors import InvalidInputError, LayoutError
 from workbench.layout import Identity, KVLayout
 from workbench.tiers.disk import DiskTier
 
+pytestmark = pytest.mark.usefixtures("whole_chunks")
+
 CHUNK = SMALL.chunk_nbytes
 ON_DISK = 4096 + 4096  # a header page and a payload of less than a page
 BLOCKS = list(range(64))

@@ -128,7 +128,7 @@ def test_engines_share_a_directory_and_a_redis_server(processes, seconds, tmp_pa
     assert not {"load corrupt", "load mismatch"} & set(counts)
     assert all(counts[f"hits in {tier}"] for tier in ("memory", "disk", "redis"))
     assert counts["chunks compared"] > 100 * processes and counts["evictions"]
-    assert most <= 1.5 * DISK_CHUNKS * ON_DISK, "the directory outgrew its cap by more than comes between two looks"
+    assert most <= 2 * DISK_CHUNKS * ON_DISK, "the directory outgrew its cap by more than comes between two looks"
     with CacheEngine(IDENTITY, memory_bytes=0, disk_path=tmp_path, disk_bytes=DISK_CHUNKS * ON_DISK) as engine:
         engine.flush()
         assert engine.tiers()[0].used_bytes == disk_bytes(tmp_path) <= DISK_CHUNKS * ON_DISK

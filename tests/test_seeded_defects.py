@@ -209,6 +209,30 @@ DEFECTS = {
         "            pass",
         "test_remote_faults.py",
     ),
+    "a part of a chunk reaches one token too far": (
+        "workbench/control.py",
+        "return _Further(chunk, chunk.start + tokens)",
+        "return _Further(chunk, min(chunk.start + tokens + 1, chain.num_tokens))",
+        "test_beginnings.py",
+    ),
+    "an image does not end a part": (
+        "workbench/chunks.py",
+        "stop = min([stop, *(max(start, first)",
+        "stop = min([stop, *(max(stop, first)",
+        "test_beginnings.py",
+    ),
+    "a stored image is taken for text": (
+        "workbench/chunks.py",
+        "return self.key == _key_of(",
+        "return True or self.key == _key_of(",
+        "test_beginnings.py",
+    ),
+    "a tail goes while it is used": (
+        "workbench/control.py",
+        "if self.index.in_use(entry) or self.index.pending[entry] or not self.index.resident[above]:",
+        "if not self.index.resident[above]:",
+        "test_beginnings.py",
+    ),
 }
 
 

@@ -20,6 +20,8 @@ from workbench.events import EVENT_KINDS
 
 BLOCK, CHUNK = 32, 64
 TOKENS = 8
+TO_THE_TOKEN = {"partial_hits": True, "store_partial": True}  # the default; most tests here count whole chunks
+WHOLE_CHUNKS = dict.fromkeys(TO_THE_TOKEN, False)
 
 
 @contextmanager
@@ -36,7 +38,7 @@ def running(cache=None, *, policy="recompute", model=None, **options):
     if cache is not None:
         settings["kv_transfer_config"] = KVTransferConfig(
             kv_connector="WorkbenchConnector", kv_connector_module_path="workbench.connectors.vllm", kv_role="kv_both",
-            kv_load_failure_policy=policy, kv_connector_extra_config={"chunk_tokens": CHUNK, **cache},
+            kv_load_failure_policy=policy, kv_connector_extra_config={"chunk_tokens": CHUNK, **WHOLE_CHUNKS, **cache},
         )  # fmt: skip
     llm = None
     try:
@@ -473,9 +475,76 @@ def test_chunks_that_end_with_a_turn_and_tails_give_the_same_tokens(reference):
     with running({**cache, "store_partial": True}) as engine:
         answers = [engine.ask(p) for p in prompts]
         assert [answer.tokens for answer in answers] == expected
-        assert [answer.cached for answer in answers] == [0, 64, 128, 224]
+        assert [answer.cached for answer in answers] == [0, 76, 152, 228]
         again = engine.ask(prompts[0])
-        assert (again.cached, again.tokens) == (64, expected[0])
+        assert (again.cached, again.tokens) == (75, expected[0])
         changed = [*prompts[0][:40], 5, *prompts[0][41:]]
         assert engine.ask(changed).cached == 0, "a tail that differs is not served"
         assert holds(engine) == 0
+
+
+# ---------------------------------------------------------------- hits to the token
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_hits_to_the_token_give_the_same_tokens(reference, prefix_caching):
+    """Wherever prompts part, and again for the prompt itself, of which one token is computed."""
+    shared = prompt(1, 320)
+    lengths = [17, 31, 32, 33, 63, 64, 65, 100, 159, 200, 255, 256, 257, 300, 319]
+    prompts = [shared[:n] + prompt(500 + n, 20) for n in lengths]
+    expected = reference([shared, *prompts])
+    cache = {"memory_bytes": "64MB", "verify": True, **TO_THE_TOKEN}
+    with running(cache, enable_prefix_caching=prefix_caching) as engine:
+        assert engine.ask(shared).cached == 0
+        answers = [engine.ask(p) for p in [shared, *prompts]]
+        worth_it = [n - n % CHUNK if n % CHUNK < 16 else n for n in lengths]
+        assert [answer.cached for answer in answers] == [319, *worth_it]
+        assert [answer.tokens for answer in answers] == expected
+        assert holds(engine) == 0
+        assert prefix_caching or engine.data.verified_loads > 0, "whole chunks were compared with what was stored"
+
+
+def test_hits_to_the_token_in_one_batch_with_preemption(reference):
+    """Many at once, prefilled in pieces, in too few blocks; each hits within chunks that the others store."""
+    shared = prompt(1, 320)
+    prompts = [shared[:n] + prompt(600 + n, 30) for n in range(40, 320, 23)]
+    expected = reference(prompts, 40)
+    cache = {"memory_bytes": "2MB", **TO_THE_TOKEN}
+    with running(
+        cache, max_num_batched_tokens=64, max_num_seqs=8, num_gpu_blocks_override=24, max_model_len=512
+    ) as engine:
+        engine.ask(shared)
+        for _ in range(2):
+            answers = engine.ask(prompts, 40)
+            assert [answer.tokens for answer in answers] == expected
+        assert sum(answer.cached for answer in answers) > 1500
+        assert holds(engine) == 0
+
+
+def test_a_conversation_is_hit_to_where_its_answer_was_last_stored(reference):
+    question, more = prompt(700, 90), prompt(701, 21)
+    (answer,) = reference([question], 60)
+    second = question + answer + more
+    (expected,) = reference([second])
+    with running({"memory_bytes": "64MB", **TO_THE_TOKEN}) as engine:
+        assert engine.ask(question, 60).tokens == answer
+        again = engine.ask(second)
+        assert again.cached == 128 and again.tokens == expected, "every half chunk of the answer is stored"
+
+
+def test_a_load_that_fails_within_a_block_is_computed_anew(tmp_path, reference):
+    shared = prompt(1, 320)
+    asked = shared[:110] + prompt(800, 20)
+    (expected,) = reference([asked])
+    with running({"memory_bytes": 0, "disk_path": str(tmp_path), **TO_THE_TOKEN}) as engine:
+        engine.ask(shared)
+        engine.data.flush()
+        damaged = sorted(tmp_path.rglob("*.kv"))
+        for path in damaged:
+            data = bytearray(path.read_bytes())
+            data[-3] ^= 1
+            path.write_bytes(data)
+        assert engine.ask(asked).tokens == expected
+        engine.data.flush()
+        again = engine.ask(asked)
+        assert again.tokens == expected and again.cached == len(asked) - 1, "what was computed anew was stored"

@@ -11,12 +11,13 @@ from oracle import Pages, audit, payload
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 import workbench.connectors.vllm as connector
-from workbench.chunks import ChunkChain, ChunkScope
 from workbench.config import CacheConfig
 from workbench.connectors.vllm_metrics import TransferMetrics, TransferStats
 from workbench.engine import build_data
 from workbench.layout import Identity, KVLayout
 from workbench.orders import Done
+
+pytestmark = pytest.mark.usefixtures("whole_chunks")
 
 BLOCK, FULL, END = 4, 16, 99
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_size=16, block_size=BLOCK, chunk_tokens=FULL)
@@ -101,41 +102,46 @@ def test_fixed_chunks(make):
     assert [engine.ask(prompt) for prompt in PROMPTS] == [0, 16, 32, 48]
 
 
-@pytest.mark.parametrize("settings", [{"boundary_tokens": (END,), "min_chunk_tokens": BLOCK}, {"store_partial": True}])
-def test_each_turn_is_hit_to_the_last_whole_block_of_the_one_before(make, settings, tmp_path):
+BY_TURNS = {"boundary_tokens": (END,), "min_chunk_tokens": BLOCK}
+
+
+@pytest.mark.parametrize("settings, hits", [(BY_TURNS, [0, 16, 36, 52]), ({"store_partial": True}, [0, 18, 36, 54])])
+def test_each_turn_is_hit_to_the_end_of_the_one_before(make, settings, hits, tmp_path):
     engine = make(disk_path=tmp_path, **settings)
-    assert [engine.ask(prompt) for prompt in PROMPTS] == [0, 16, 36, 52]
-    assert engine.ask(PROMPTS[1]) == 32, "one token is computed, so its block is, too"
+    assert [engine.ask(prompt) for prompt in PROMPTS] == hits
+    assert engine.ask(PROMPTS[1]) == 35, "one token is left to compute"
     assert engine.ask([*PROMPTS[1], 5, 6]) == 36
-    assert engine.ask([*PROMPTS[1][:34], 5, 6, 7]) == 32, "what differs in the last block is not served"
+    assert engine.ask([*PROMPTS[1][:34], 5, 6, 7]) == 32, "what differs within a chunk is not served"
     assert engine.ask(PROMPTS[2], salt="other") == 0
     engine.close()
     again = make(disk_path=tmp_path, memory_bytes=0, **settings)
-    assert again.ask(PROMPTS[3]) == 68, "a restart finds short chunks too"
+    assert again.ask(PROMPTS[3]) == 71, "a restart finds short chunks, too"
 
 
-def test_tails_of_answers_are_left_to_the_next_prompt(make):
-    """The tail of a prompt is stored when the prompt is computed; the answer adds whole chunks."""
+def test_a_hit_may_end_at_any_token(make):
+    engine = make(store_partial=True, partial_hits=True)
+    prompt = list(range(1000, 1200))
+    assert engine.ask(prompt) == 0
+    assert engine.ask(prompt) == 199
+    assert [engine.ask([*prompt[:stop], 5, 6]) for stop in (190, 47, 33, 7)] == [190, 47, 32, 7]
+
+
+def test_answers_are_stored_as_they_grow(make):
+    """A prompt's tail when it is computed; of the answer every half chunk."""
     engine = make(store_partial=True)
-    prompt, answer = list(range(22)), list(range(200, 220))
+    prompt, answer = list(range(22)), list(range(200, 204))
     assert engine.ask(prompt, answer) == 0
-    assert engine.ask([*prompt, 1, 2, 3]) == 20
-    assert engine.ask([*prompt, *answer, 1]) == 32
+    assert engine.ask([*prompt, 1, 2, 3]) == 22
+    assert engine.ask([*prompt, *answer, 1]) == 24
+    engine = make(store_partial=True)
+    engine.ask(prompt, list(range(200, 220)))
+    assert engine.ask([*prompt, *range(200, 220), 1]) == 40
 
 
-def test_a_tail_that_stops_within_a_block_is_loaded_to_its_last_whole_block(make):
-    """Another engine stored it to the last token; vLLM asks for whole blocks."""
-    engine, prompt = make(), list(range(40))
-    chain = ChunkChain(ChunkScope().root(engine.scheduler.identity), FULL).extend(prompt[:22])
-    engine.control.begin("other", chain)
-    orders = engine.control.plan_stores("other", 22, range(6), tail=True)
-    for order in orders:
-        for layer, part in enumerate(payload(order.chunk.key, LAYOUT)):
-            engine.pages.arrays[layer][list(order.blocks)] = part[: len(order.blocks)]
-    engine.data.run(orders)
-    engine.scheduler.reported(engine.data.take_report())
-    engine.control.finish("other")
-    assert engine.control.lookup(chain) == 22 and engine.ask(prompt) == 20
+def test_a_codec_is_given_whole_blocks_alone(make, tmp_path):
+    """What lies in a block behind a tail's last token belongs to somebody else; no scale may come from it."""
+    engine = make(store_partial=True, disk_path=tmp_path, codec="lossless")
+    assert engine.ask(list(range(22))) == 0 and engine.ask(list(range(22))) == 20
 
 
 def test_the_figures_that_reach_vllm(make):

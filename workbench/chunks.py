@@ -20,7 +20,7 @@ import numpy as np
 from workbench.errors import InvalidInputError
 from workbench.layout import Identity, KVLayout
 
-__all__ = ["Boundaries", "Chunk", "ChunkChain", "ChunkScope", "token_array"]
+__all__ = ["Boundaries", "Chunk", "ChunkChain", "ChunkScope", "common_tokens", "token_array"]
 
 _MAX_TOKEN = 2**31 - 1
 
@@ -40,6 +40,14 @@ class Chunk(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return self.stop - self.start
+
+    def is_text_alone(self, chunk_tokens: int) -> bool:
+        """Whether the key covers the tokens and nothing else: no image, say, lies in the chunk.
+
+        Args:
+            chunk_tokens: Tokens of a full chunk.
+        """
+        return self.key == _key_of(self.parent, self.tokens, self.num_tokens, chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,19 @@ def _from_array(tokens: object) -> np.ndarray:
         raise InvalidInputError(
             f"token ids must be one row of integers; got {type(tokens).__name__}: {error}"
         ) from None
+
+
+def common_tokens(a: bytes | np.ndarray, b: bytes | np.ndarray) -> int:
+    """How many leading tokens two rows of int32, arrays or their bytes, have in common."""
+    length = min(len(memoryview(a).cast("B")), len(memoryview(b).cast("B"))) // 4
+    different = np.frombuffer(a, "<i4", length) != np.frombuffer(b, "<i4", length) if length else np.zeros(0, bool)
+    return int(different.argmax()) if different.any() else length
+
+
+def _key_of(parent: bytes, own: bytes | bytearray, num_tokens: int, chunk_tokens: int) -> bytes:
+    if num_tokens == chunk_tokens:
+        return hashlib.sha256(parent + own).digest()
+    return hashlib.sha256(_SHORT + num_tokens.to_bytes(4, "little") + parent + own).digest()
 
 
 class Boundaries:
@@ -262,6 +283,19 @@ class ChunkChain:
         parent = self.parent(index)
         return Chunk(self._key(parent, start, stop), parent, start, stop, bytes(self._bytes[4 * start : 4 * stop]))
 
+    def following(self, index: int) -> bytes:
+        """Tokens behind the first `index` chunks, at most a full chunk's: as far as they alone, and not an input
+        (an image, say) among them, say what their KV is."""
+        start = self.end(index)
+        stop = min(self.num_tokens, start + self.chunk_tokens)
+        if self._scope is not None:
+            stop = min([stop, *(max(start, first) for first, last, _ in self._scope.inputs if last > start)])
+        return bytes(self._bytes[4 * start : 4 * stop])
+
+    def goes_through(self, chunk: Chunk) -> bool:
+        """Whether these are the tokens of the chunk, all of them, at its place."""
+        return self._bytes[4 * chunk.start : 4 * chunk.stop] == chunk.tokens
+
     def tokens(self) -> np.ndarray:
         """All tokens so far, int32; a copy."""
         return np.frombuffer(bytes(self._bytes), "<i4")
@@ -276,6 +310,4 @@ class ChunkChain:
         own = self._bytes[4 * start : 4 * stop]
         if self._scope is not None:
             own += self._scope.inputs_within(start, stop)
-        if stop - start == self.chunk_tokens:
-            return hashlib.sha256(parent + own).digest()
-        return hashlib.sha256(_SHORT + (stop - start).to_bytes(4, "little") + parent + own).digest()
+        return _key_of(parent, own, stop - start, self.chunk_tokens)

@@ -1,6 +1,6 @@
 """The control plane: decides what is looked up, loaded, stored, written down and evicted. It holds no bytes.
 
-lookup    chain -> index -> the longest prefix whose every chunk is resident somewhere
+lookup    chain -> index -> the longest prefix whose every chunk is resident somewhere -> a chunk that goes on alike
 loads     hold each chunk where it lies -> an arena slot for what comes from below -> Load orders
 stores    new chunk -> room in the arena (victims go down or out) -> room below -> Store orders
 apply     what the data plane confirms becomes resident; what failed is taken back
@@ -11,10 +11,12 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
+from workbench.beginnings import Beginnings
 from workbench.chunks import Chunk, ChunkChain
 from workbench.errors import InvalidInputError
 from workbench.events import Recorder
@@ -35,6 +37,9 @@ _AWAY_SECONDS = 1.0  # then a load may find out whether the tier works again
 _ADOPTED_AT_ONCE = 500  # chunks, a few milliseconds
 _REMEMBERED_DEPARTURES = 100_000
 _REMEMBERED_PROMPTS = 64
+_LEAST_PART = 4  # a part of a chunk is worth moving from this fraction of a full one on: a tier gives it as a whole
+_LEAST_IN_MEMORY = 16  # or from so many tokens on out of the arena, of which only the blocks in question are moved
+_LOOKED_AT = 8  # chunks that begin alike, before the search for one that is resident ends
 
 
 @dataclass
@@ -47,7 +52,15 @@ class _Running:
     planned: int = 0  # chunks whose store is ordered or not needed
     heard: float = 0.0  # when the request last gave a sign of life
     used: dict[bytes, int] = field(default_factory=dict)  # key of a chunk -> its entry; settled at the end
+    borrowed: list[int] = field(default_factory=list)  # entries of chunks of which it used only the beginning
     holds: list[tuple[TierIndex, int]] = field(default_factory=list)
+
+
+class _Further(NamedTuple):
+    """A stored chunk that a prompt follows from its start on, and where, at its end or before, they part."""
+
+    chunk: Chunk
+    stop: int
 
 
 class Deadlines(NamedTuple):
@@ -71,12 +84,14 @@ class ControlPlane:
         recompute_seconds: Estimate for the tokens start..stop of a prompt, for policies that weigh cost.
         clock: Seconds, monotonic; only differences are used.
         deadlines: How long an order may go unanswered, and a request be silent.
+        partial_hits: Whether a hit may end within a stored chunk.
     """
 
     def __init__(self, layout: KVLayout, tiers: Sequence[TierIndex], *, arena: bool, write: str = "through",
                  shared: Mapping[int, Presence] | None = None, record: Recorder | None = None,
                  recompute_seconds: Callable[[int, int], float] = lambda a, b: 0.0,
-                 clock: Callable[[], float] = time.monotonic, deadlines: Deadlines = Deadlines()):  # fmt: skip
+                 clock: Callable[[], float] = time.monotonic, deadlines: Deadlines = Deadlines(),
+                 partial_hits: bool = True):  # fmt: skip
         if write not in WRITE_MODES:
             raise InvalidInputError(f"write is {write!r}; allowed are {', '.join(WRITE_MODES)}")
         self.layout, self.tiers, self.write = layout, list(tiers), write
@@ -100,6 +115,8 @@ class ControlPlane:
         self._departed: OrderedDict[bytes, str] = OrderedDict()
         # key of what stands before -> where stored unfull chunks stop -> their entries
         self._tails: dict[bytes, dict[int, set[int]]] = {}
+        self._beginnings = Beginnings() if partial_hits else None
+        self._outgrown: list[tuple[bytes, bytes]] = []  # (tail, a longer chunk that begins with its tokens)
         self.recent_prompts: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED_PROMPTS)  # (root, tokens)
 
     # ---------------------------------------------------------------- lookup
@@ -111,8 +128,8 @@ class ControlPlane:
         while self._shared and number < len(chain) and (found := self._ask_shared(chain, number)):
             number += found
             number += self.index.leading(chain.keys(number), levels)
-        tail = self._tail(chain, number)
-        return tail.stop if tail is not None else chain.end(number)
+        further = self._further(chain, number)
+        return further.stop if further is not None else chain.end(number)
 
     @property
     def asks_others(self) -> bool:
@@ -125,8 +142,28 @@ class ControlPlane:
         for chunk in self.covering(chain, 0, stop_token):
             if self.memory is None or self.index.find(chunk.key) not in self.memory:
                 break
-            stop = chunk.stop
+            stop = min(chunk.stop, stop_token)
         return stop
+
+    def _further(self, chain: ChunkChain, number: int) -> "_Further | None":
+        """The chunk that the tokens behind the first `number` chunks follow furthest, if it is resident in one of this
+        engine's own tiers: a tail to its end, or any chunk as far as it is worth moving."""
+        tail = self._tail(chain, number)
+        best = _Further(tail, tail.stop) if tail is not None else None
+        if self._beginnings is None:
+            return best
+        usable, least = self._own & ~self._away(), self.layout.chunk_tokens // _LEAST_PART
+        found = self._beginnings.along(chain.parent(number), chain.following(number))
+        for chunk, tokens in islice(found, _LOOKED_AT):
+            if best is not None and chunk.start + tokens <= best.stop:
+                break
+            entry = self.index.find(chunk.key)
+            if entry < 0 or not self.index.resident[entry] & usable:
+                continue
+            in_arena = self.memory is not None and self.index.resident[entry] & 1
+            if tokens == chunk.num_tokens or tokens >= (min(least, _LEAST_IN_MEMORY) if in_arena else least):
+                return _Further(chunk, chunk.start + tokens)
+        return best
 
     def _tail(self, chain: ChunkChain, number: int) -> Chunk | None:
         """The longest stored tail whose tokens come next behind the first `number` chunks, or None."""
@@ -147,7 +184,8 @@ class ControlPlane:
         return sum(1 << level for level, until in list(self._away_until.items()) if now < until)
 
     def covering(self, chain: ChunkChain, first_token: int, stop_token: int) -> list[Chunk]:
-        """The chunks that a load of tokens first..stop moves: whole ones and, where one is missing, a stored tail.
+        """The chunks that a load of tokens first..stop moves: whole ones and, where one is missing, a stored tail or
+        another chunk that begins alike.
 
         Together they cover all of it, also where a chunk left since the lookup: its load will find it absent.
         """
@@ -156,9 +194,9 @@ class ControlPlane:
         while chain.end(number) < stop_token:
             whole = chain[number] if number < len(chain) else None
             if whole is None or self.miss_reason(whole):
-                tail = self._tail(chain, number)
-                if tail is not None and tail.stop >= stop_token:
-                    return [*chunks, tail]
+                further = self._further(chain, number)
+                if further is not None and further.stop >= stop_token:
+                    return [*chunks, further.chunk]
                 if whole is None:
                     return [*chunks, chain.part(number, stop_token)]
             chunks.append(whole)
@@ -173,6 +211,8 @@ class ControlPlane:
             if not found:
                 self._forget_shared(level, chunks)
             if found := self._note_shared(level, chunks[:found]):
+                for number in range(first, first + found):
+                    self._note_beginning(chain, number, chain[number])
                 return found
         return 0
 
@@ -235,12 +275,16 @@ class ControlPlane:
             if not reason:
                 self._record_hit(request, chunk)
                 continue
-            if not missed and (tail := self._tail(chain, number)):
-                self._record_hit(request, tail)
+            if not missed:
+                self._record_further(request, chain, number)
             missed = True
             self.record("miss", request=request, chunk=chunk, reason=reason)
-        if not missed and (tail := self._tail(chain, len(chain))):
-            self._record_hit(request, tail)
+        if not missed:
+            self._record_further(request, chain, len(chain))
+
+    def _record_further(self, request: str, chain: ChunkChain, number: int) -> None:
+        if further := self._further(chain, number):
+            self._record_hit(request, further.chunk._replace(stop=further.stop))
 
     def _record_hit(self, request: str, chunk: Chunk) -> None:
         level = self.index.level(self.index.find(chunk.key))
@@ -265,7 +309,7 @@ class ControlPlane:
         Args:
             request: An admitted request whose lookup covered these tokens.
             first_token: Multiple of the block size; what lies before it is there already.
-            stop_token: Multiple of the block size, or where a stored tail stops.
+            stop_token: Any token: the block that it lies in is filled beyond it with what does not belong there.
             blocks: The request's block table, from token 0.
         """
         running, layout = self._running[request], self.layout
@@ -273,16 +317,16 @@ class ControlPlane:
         first, stop = first_token // layout.block_size, layout.blocks_of(stop_token)
         orders: list[Order] = []
         chunks = self.covering(running.chain, first_token, stop_token)
-        levels = [self._hold_fastest(running, self._use(running, chunk)) for chunk in chunks]
-        for chunk, level in zip(chunks, levels, strict=True):
-            entry = running.used[chunk.key]
+        entries = [self._use(running, c) if running.chain.goes_through(c) else self._borrow(running, c) for c in chunks]
+        levels = [self._hold_fastest(running, entry) for entry in entries]
+        for chunk, entry, level in zip(chunks, entries, levels, strict=True):
             wanted = tuple(blocks[b] if first <= b < stop else -1 for b in self._blocks(chunk))
-            if level < 0:
-                slot = STAGING
-            elif self.tiers[level] is self.memory:
+            if level >= 0 and self.tiers[level] is self.memory:
                 slot = self.index.slots[entry]
-            else:
+            elif level >= 0 and chunk.key in running.used:
                 slot = self._promote(running, entry, orders)
+            else:
+                slot = STAGING
             orders.append(Load(request, running.attempt, chunk, wanted, max(0, level), slot))
         return orders
 
@@ -307,13 +351,57 @@ class ControlPlane:
         if running is None:  # silent for so long that it was taken for over
             return orders
         running.heard, chain = self._clock(), running.chain
+        self._remove_outgrown(orders)
         for number in range(running.planned, chain.whole(stop_token)):
             running.planned = number + 1
             self._plan_store(running, chain[number], blocks, orders)
+            self._note_beginning(chain, number, chain[number])
         whole = chain.whole(stop_token)
         if tail and chain.end(whole) < stop_token:
-            self._plan_store(running, chain.part(whole, stop_token), blocks, orders, tail=True)
+            part = chain.part(whole, stop_token)
+            self._plan_store(running, part, blocks, orders, tail=True)
+            self._note_beginning(chain, whole, part)
         return orders
+
+    def _note_beginning(self, chain: ChunkChain, number: int, chunk: Chunk) -> None:
+        """Other prompts may reuse the beginning of a chunk that is stored, or on its way; tails that it contains have
+        served their time."""
+        entry = self.index.find(chunk.key)
+        if self._beginnings is None or entry < 0 or not self.index.anywhere(entry):
+            return
+        if self._beginnings.touch(chunk.key):
+            return
+        if not chain.following(number).startswith(chunk.tokens):
+            return  # an image, say, lies in it
+        for other, tokens in islice(self._beginnings.along(chunk.parent, chunk.tokens), _LOOKED_AT):
+            if tokens == other.num_tokens:
+                self._outgrown.append((other.key, chunk.key))
+        self._beginnings.add(chunk)
+
+    def _note_stored_beginning(self, stored: StoredChunk) -> None:
+        """The same for what another process stored, or an earlier start, where the tier tells its tokens."""
+        if self._beginnings is None or not stored.tokens or self.index.find(stored.key) < 0:
+            return
+        chunk = Chunk(stored.key, stored.parent, stored.start, stored.stop, stored.tokens)
+        if chunk.is_text_alone(self.layout.chunk_tokens) and not self._beginnings.touch(chunk.key):
+            self._beginnings.add(chunk)
+
+    def _remove_outgrown(self, orders: list[Order]) -> None:
+        """Remove each tail that lies in a longer chunk as well, once that is resident and nobody uses the tail."""
+        waiting, self._outgrown = self._outgrown, []
+        for tail, longer in waiting:
+            entry, above = self.index.find(tail), self.index.find(longer)
+            if entry < 0 or above < 0 or self.index.children[entry]:
+                continue
+            if self.index.in_use(entry) or self.index.pending[entry] or not self.index.resident[above]:
+                self._outgrown.append((tail, longer))
+                continue
+            chunk = self._chunk(entry)
+            for level in [level for level, tier in enumerate(self.tiers) if entry in tier]:
+                self.record("remove", tier=self.tiers[level].name, chunk=chunk, reason="within a longer chunk")
+                if self.tiers[level] is not self.memory:
+                    orders.append(Erase(tail, level))
+                self._leave(entry, level, "within a longer chunk")
 
     def _plan_store(self, running: _Running, chunk: Chunk, blocks: Sequence[int], orders: list[Order],
                     tail: bool = False) -> None:  # fmt: skip
@@ -364,7 +452,7 @@ class ControlPlane:
         self._settle(used)  # while held: their order is by use alone
         for tier, entry in running.holds:
             tier.release(entry)
-        for entry in used:
+        for entry in [*used, *running.borrowed]:
             self.index.unuse(entry)
 
     def hold_prefix(self, chain: ChunkChain, tokens: int) -> list[tuple[TierIndex, int]]:
@@ -505,7 +593,8 @@ class ControlPlane:
         come in. Yields orders to erase what has no room: what was used last stays, with all that stands before it.
         """
         tier, orders, adopted = self.tiers[level], [], []
-        for number, stored in enumerate(_latest_first(list(found)), 1):
+        latest_first = _latest_first(list(found))
+        for number, stored in enumerate(latest_first, 1):
             orphan = stored.start and not self._reachable(stored.parent) and stored.parent in self._departed
             if orphan or not tier.fits(stored.nbytes):
                 orders.append(Erase(stored.key, level))
@@ -518,6 +607,10 @@ class ControlPlane:
         self._settle(adopted, [level])
         self.end_adoption(level)
         yield orders
+        for number, stored in enumerate(reversed(latest_first), 1):
+            self._note_stored_beginning(stored)
+            if number % _ADOPTED_AT_ONCE == 0:
+                yield []
 
     def _take_over(self, level: int, stored: StoredChunk) -> int:
         """Count a record that lies in a tier; -1 if it is counted already."""
@@ -555,6 +648,7 @@ class ControlPlane:
                 orders.append(Erase(stored.key, level))
             elif (entry := self._take_over(level, stored)) >= 0:
                 new.append(entry)
+                self._note_stored_beginning(stored)
         self._settle(new, [level])
         return orders
 
@@ -688,6 +782,8 @@ class ControlPlane:
         if self.index.is_last_copy(entry, level):
             self._remember_departure(self.index.keys[entry], reason)
             self._forget_tail(entry)
+            if self._beginnings is not None:
+                self._beginnings.discard(self.index.keys[entry])
         self.index.clear(entry, level)
 
     def _note_tail(self, parent: bytes, stop: int, entry: int) -> None:
@@ -739,6 +835,14 @@ class ControlPlane:
             self.index.use(entry)
             running.used[chunk.key] = entry
         return running.used[chunk.key]
+
+    def _borrow(self, running: _Running, chunk: Chunk) -> int:
+        """A chunk of which the request takes the beginning. It keeps its place in the eviction order: the request
+        stores a chunk of its own that begins alike."""
+        entry = self.index.add_chunk(chunk)
+        self.index.use(entry)
+        running.borrowed.append(entry)
+        return entry
 
     def _hold(self, running: _Running, level: int, entry: int) -> None:
         self.tiers[level].hold(entry)

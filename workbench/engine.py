@@ -74,7 +74,8 @@ def build_control(identity: Identity, config: CacheConfig, tiers: Sequence[Tier]
             shared[level] = Presence(tier)
     deadlines = Deadlines(config.deadline_seconds, config.request_deadline_seconds)
     return ControlPlane(layout, indexes, arena=arena, write=config.write, shared=shared, record=record,
-                        recompute_seconds=recompute_seconds, deadlines=deadlines)  # fmt: skip
+                        recompute_seconds=recompute_seconds, deadlines=deadlines,
+                        partial_hits=config.partial_hits)  # fmt: skip
 
 
 def build_data(identity: Identity, config: CacheConfig, *, threads: int = 2) -> DataPlane:
@@ -294,21 +295,22 @@ class CacheEngine:
     @_in_turn
     def store(self, tokens: Sequence[int], pages: PageTable, *, blocks: Sequence[int],
               scope: ChunkScope = ChunkScope(), partial: bool | None = None) -> int:  # fmt: skip
-        """Save the KV of every whole chunk that is not saved yet.
+        """Save the KV of every chunk that is not saved yet.
 
         Args:
             tokens: Token ids from the start of the prompt.
             pages: The paged KV cache that holds their KV.
             blocks: Block table: block i holds tokens i*block_size to (i+1)*block_size.
             scope: Salt, LoRA and multimodal inputs of the request.
-            partial: Save the tail behind the last whole chunk, too, to the last token. By default as in the settings.
+            partial: Save the tail behind the last whole chunk, too, to the last token. By default as in the settings,
+                which say yes.
 
         Returns:
             Tokens whose KV this call took over from the pages: into the memory tier, or, without room there, on its
             way to the next one (see `flush`).
 
         Raises:
-            InvalidInputError: A token id or block id that cannot be, or fewer blocks than full chunks need.
+            InvalidInputError: A token id or block id that cannot be, or fewer blocks than the tokens need.
             LayoutError: Pages of another shape than the layout says.
         """
         chain = self._chain(tokens, scope)
@@ -334,7 +336,8 @@ class CacheEngine:
     @_in_turn
     def retrieve(self, tokens: Sequence[int], pages: PageTable, *, blocks: Sequence[int],
                  scope: ChunkScope = ChunkScope()) -> "HitTokens":  # fmt: skip
-        """Fill blocks with the longest saved prefix; returns its length in tokens: whole chunks and perhaps a tail.
+        """Fill blocks with the longest saved prefix; returns its length in tokens: whole chunks and perhaps a tail, or
+        what another prompt's chunk begins with.
 
         Blocks, and slots of the last block, beyond the returned length may have been written to. A chunk that turns
         out damaged ends the prefix. The returned number's `mask` says the same token by token.

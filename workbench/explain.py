@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from workbench.chunks import ChunkChain
+from workbench.chunks import ChunkChain, common_tokens
 
 if TYPE_CHECKING:
     from workbench.control import ControlPlane
 
-__all__ = ["Explanation", "common_prefix_tokens", "explain_chain"]
+__all__ = ["Explanation", "explain_chain"]
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,8 @@ class Explanation:
 
     @property
     def lost_to_chunk_size(self) -> int:
-        """Shared tokens that do not fill a chunk."""
-        return self.shared_tokens - self.shared_chunk_tokens
+        """Shared tokens that neither fill a chunk nor hit as a part of one."""
+        return max(0, self.shared_tokens - max(self.hit_tokens, self.shared_chunk_tokens))
 
     def __str__(self) -> str:
         parts = [f"{self.hit_tokens} of {self.prompt_tokens} tokens hit"]
@@ -56,6 +54,8 @@ class Explanation:
     def _divergence(self) -> str:
         if self.shared_tokens == 0:
             return "diverges at token 0 from every prompt served lately"
+        if self.hit_tokens >= self.shared_tokens:
+            return "no prompt served lately shares more"
         if not self.shared_chunk_tokens:
             return f"shared {self.shared_tokens} tokens < chunk {self.chunk_tokens}"
         return f"shared {self.shared_tokens} tokens, {self.lost_to_chunk_size} lost to chunk size"
@@ -68,14 +68,7 @@ def explain_chain(control: "ControlPlane", chain: ChunkChain) -> Explanation:
     whole = chain.whole(hit)
     reason = control.miss_reason(chain[whole]) if whole < len(chain) else ""
     others = (other for root, other in control.recent_prompts if root == chain.root)
-    shared = max((common_prefix_tokens(tokens, other) for other in others), default=0)
+    shared = max((common_tokens(tokens, other) for other in others), default=0)
     tiers = tuple(control.tiers[level].name for level in levels)
     covered = chain.end(chain.whole(shared))
     return Explanation(len(tokens), hit, tiers, chain.chunk_tokens, shared, covered, reason)
-
-
-def common_prefix_tokens(a: np.ndarray, b: np.ndarray) -> int:
-    """How many leading tokens two prompts, arrays of ids, have in common."""
-    n = min(len(a), len(b))
-    different = np.flatnonzero(a[:n] != b[:n])
-    return int(different[0]) if different.size else n

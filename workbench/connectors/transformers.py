@@ -51,15 +51,12 @@ class TransformersConnector:
             scope: Salt and adapter.
         """
         layout = self.engine.identity.layout
-        held = past_key_values.get_seq_length()
-        full = min(len(tokens), held) // layout.chunk_tokens * layout.chunk_tokens
-        if not full:
-            return 0
-        pages = _Pages(layout, full // layout.chunk_tokens)
+        held = min(len(tokens), past_key_values.get_seq_length())
+        pages = _Pages(layout, layout.blocks_of(held))
         for number, layer in enumerate(past_key_values.layers):
             _check_layer(layer, layout)
-            pages.fill(number, layer.keys[0, :, :full], layer.values[0, :, :full])
-        return self.engine.store(tokens[:full], pages.table, blocks=range(pages.num_blocks), scope=scope)
+            pages.fill(number, layer.keys[0, :, :held], layer.values[0, :, :held])
+        return self.engine.store(tokens[:held], pages.table, blocks=range(pages.num_blocks), scope=scope)
 
     def retrieve(self, tokens: Sequence[int], *, max_prefix_length: int | None = None,
                  scope: ChunkScope = ChunkScope()) -> DynamicCache:  # fmt: skip
@@ -76,7 +73,7 @@ class TransformersConnector:
         layout = self.engine.identity.layout
         most = len(tokens) - 1 if max_prefix_length is None else min(max_prefix_length, len(tokens))
         cache = DynamicCache(config=self.model.config)
-        pages = _Pages(layout, max(1, len(tokens) // layout.chunk_tokens))  # untouched pages take no memory
+        pages = _Pages(layout, max(1, layout.blocks_of(len(tokens))))  # untouched pages take no memory
         hit = self.engine.retrieve(tokens, pages.table, blocks=range(pages.num_blocks), scope=scope)
         if (usable := min(hit, most)) > 0:
             device = self.model.get_input_embeddings().weight.device
@@ -119,21 +116,22 @@ class TransformersConnector:
 
 
 class _Pages:
-    """Temporary pages in the layout's token-major form, one block a chunk: [heads][token][K | V]."""
+    """Temporary pages in the layout's token-major form, one block a chunk: [heads][token][K | V], zeros behind the last
+    token."""
 
     def __init__(self, layout: KVLayout, num_blocks: int):
         self.layout, self.num_blocks = layout, num_blocks
         self._dtype = getattr(torch, layout.dtype)
         shape = (num_blocks, layout.num_kv_heads, layout.block_size, 2 * layout.head_size)
-        self._layers = [torch.empty(shape, dtype=self._dtype) for _ in range(layout.num_layers)]
+        self._layers = [torch.zeros(shape, dtype=self._dtype) for _ in range(layout.num_layers)]
         self.table = PageTable([layer.view(torch.uint8).flatten(1).numpy() for layer in self._layers])
 
     def fill(self, number: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one layer's [heads, tokens, size] keys and values."""
-        size = self.layout.head_size
-        blocks = (keys.shape[0], self.num_blocks, self.layout.block_size, size)
-        self._layers[number][..., :size] = keys.reshape(blocks).transpose(0, 1)
-        self._layers[number][..., size:] = values.reshape(blocks).transpose(0, 1)
+        tokens, block_size = keys.shape[1], self.layout.block_size
+        for block, start in enumerate(range(0, tokens, block_size)):
+            own = slice(start, min(start + block_size, tokens))
+            torch.cat([keys[:, own], values[:, own]], 2, out=self._layers[number][block, :, : own.stop - start])
 
     def read(self, number: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer's keys and values of the first tokens, [heads, tokens, size] each; copies."""

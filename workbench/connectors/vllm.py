@@ -142,7 +142,9 @@ class _Scheduler:
         self.orders = StepOrders()
         self._quorum = Quorum(vllm_config.parallel_config.world_size, config.deadline_seconds)
         layout = self.identity.layout
-        self._block_size = layout.block_size
+        # What lies in a block behind a tail's last token is not KV of this prompt: a codec would reckon with it.
+        self._tail_grain = 1 if config.codec == config.memory_codec == "raw" else layout.block_size
+        self._tail_step = layout.block_size * max(1, layout.blocks_per_chunk // 2)
         self._boundaries = Boundaries.of(layout, config.boundary_tokens, config.min_chunk_tokens)
         self._chains: dict[str, ChunkChain] = {}
         self._requests: dict[str, Any] = {}
@@ -165,12 +167,11 @@ class _Scheduler:
 
     @_one_at_a_time
     def matched_tokens(self, request: Any, local_tokens: int) -> int:
-        """Tokens to load after the local ones: whole blocks, and at least one token is left to compute."""
+        """Tokens to load after the local ones, perhaps into the midst of a block; at least one is left to compute."""
         start, chain = time.perf_counter(), self._chain(request)
         if chain is None:
             return 0
-        usable = min(self.control.lookup(chain), request.num_tokens - 1)  # a tail may stop within a block
-        found = max(0, usable // self._block_size * self._block_size - local_tokens)
+        found = max(0, min(self.control.lookup(chain), request.num_tokens - 1) - local_tokens)
         self._matched[request.request_id] = (local_tokens, found, time.perf_counter() - start)
         return found
 
@@ -213,10 +214,17 @@ class _Scheduler:
         stop = min(computed_tokens + scheduled.num_scheduled_tokens[name], known)
         self._chain(request)
         self.orders.stores += self.control.plan_stores(name, stop, self._blocks[name])
-        prompt = request.num_prompt_tokens
-        if self.config.store_partial and computed_tokens < prompt <= stop:
-            whole_blocks = prompt // self._block_size * self._block_size
-            self.orders.stores += self.control.plan_stores(name, whole_blocks, self._blocks[name], tail=True)
+        if tail := self._tail_stop(computed_tokens, stop, request.num_prompt_tokens):
+            self.orders.stores += self.control.plan_stores(name, tail, self._blocks[name], tail=True)
+
+    def _tail_stop(self, computed_tokens: int, stop: int, prompt_tokens: int) -> int:
+        """Where a tail that this step completes ends: with the prompt, or now and then within the answer. Else 0."""
+        if not self.config.store_partial:
+            return 0
+        if computed_tokens < prompt_tokens <= stop:
+            return prompt_tokens // self._tail_grain * self._tail_grain
+        whole_steps = stop // self._tail_step
+        return whole_steps * self._tail_step if prompt_tokens <= computed_tokens < whole_steps * self._tail_step else 0
 
     @_one_at_a_time
     def reported(self, report: list[Done]) -> None:

@@ -25,6 +25,7 @@ class StoredChunk(NamedTuple):
     start: int
     stop: int
     nbytes: int
+    tokens: bytes = b""  # as in `Chunk`, of those used last; b"" if the tier does not say
 
 
 class Changes(NamedTuple):

@@ -13,6 +13,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Collection, Iterator
+from heapq import heappop, heappush
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ _in_flight: set[str] = set()  # names of temporary files that this process write
 _AWAY = ("EIO", "ESTALE", "ENXIO", "ENODEV", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN")  # faults of a medium that is lost
 _STAMP_GRAIN_NS = 1_000_000_000  # a folder's time is as coarse as the kernel's clock tick, or a remote server's
 _SPLIT_NBYTES = 8 << 20  # from here on a payload is worth a second thread
+_TOKENS_OF_LATEST = 16384  # records whose tokens a scan tells: 16 MiB of them
 _ABANDONED_SECONDS = 3600.0  # a temporary file of a process that cannot be asked whether it lives
 
 
@@ -250,6 +252,7 @@ class DiskTier(Tier):
     def scan(self) -> Iterator[StoredChunk]:
         """Every record here, oldest first; removes temporary files of processes that are gone and broken records."""
         found: list[tuple[float, StoredChunk]] = []
+        latest: list[tuple[float, bytes, bytes]] = []  # (time, key, tokens), a heap
         for entry in self._entries(str(self.path)):
             if entry.name.startswith("probe.") and entry.name.endswith(_TEMPORARY):
                 self._sweep(entry)
@@ -259,10 +262,15 @@ class DiskTier(Tier):
             for entry in self._entries(folder):
                 if entry.name.endswith(_TEMPORARY):
                     self._sweep(entry)
-                elif entry.name.endswith(_SUFFIX) and (stored := self._describe(entry)):
-                    found.append(stored)
+                elif entry.name.endswith(_SUFFIX) and (described := self._describe(entry)):
+                    used, stored = described
+                    heappush(latest, (used, stored.key, stored.tokens))
+                    if len(latest) > _TOKENS_OF_LATEST:
+                        heappop(latest)
+                    found.append((used, stored._replace(tokens=b"")))
         found.sort(key=lambda item: item[0])
-        return iter([stored for _, stored in found])
+        tokens = {key: own for _, key, own in latest}
+        return (stored._replace(tokens=tokens.get(stored.key, b"")) for _, stored in found)
 
     def changes(self, resident: Collection[bytes]) -> Changes:
         """What came and went. A folder is looked into only if its own time, or how much is counted there, has changed.
@@ -344,7 +352,7 @@ class DiskTier(Tier):
         if header is None or header.key != key or status.st_size != header.header_nbytes + header.payload_nbytes:
             _quietly(self._files.unlink, entry.path)
             return None
-        stored = StoredChunk(key, header.parent, header.start, header.stop, status.st_blocks * 512)
+        stored = StoredChunk(key, header.parent, header.start, header.stop, status.st_blocks * 512, header.tokens)
         return status.st_mtime, stored
 
     def _read_header(self, path: str):
