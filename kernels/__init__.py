@@ -6,6 +6,7 @@ One operation a file: `<op>.py` holds the contract, the plain reference that def
     pages       whole pages <-> chunks                  quantize   KV in pages <-> 8 to 2 bit codes, gather fused
     slots       single tokens <-> plain arrays          rotate     Hadamard rotation before low-bit quantisation
     byteplanes  16-bit values <-> two byte planes       entropy    rANS coder for small alphabets
+    exponents   of 16-bit values, coded in levels of two bits
     symbols     uniform quantisation into symbols       rope       keys turned back by their rotary position
     tiles       where the (block, head) tiles of K or of V lie in a paged cache
     threads     a kernel's units of work over several threads

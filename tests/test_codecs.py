@@ -7,7 +7,7 @@ import pytest
 
 from kernels.floats import decode16, encode16
 from kernels.rope import angles_of
-from workbench.codecs import codec_names, resolve_codec
+from workbench.codecs import CorruptDataError, codec_names, resolve_codec
 from workbench.codecs.int8 import Int8
 from workbench.codecs.raw import Raw
 from workbench.errors import InvalidInputError, UnknownNameError
@@ -27,6 +27,7 @@ VARIANTS = [
     "ecsq(sink_tokens=0)",
     "ecsq(rope_theta=10000.0)",
     "lossless(coder='zstd')",
+    "lossless(coder='rans')",
     "echo(step=1.0, sink_tokens=0)",
     "echo(rope_theta=10000.0)",
     "selected(kept_fraction=0.9, step=0.2)",
@@ -201,6 +202,50 @@ def test_the_rotary_base_is_found():
     assert len(found) == len(told) + 8
     other = round_trip("ecsq(rope_theta=None)", sample_chunk(layout), layout)[1]
     np.testing.assert_array_equal(other, round_trip("ecsq", sample_chunk(layout), layout)[1])
+
+
+@pytest.mark.parametrize("page_format", ["token-major", "vllm-cpu-vec", "opaque"])
+@pytest.mark.parametrize(("block_size", "chunk_tokens"), [(64, 256), (6, 18), (1, 3)])
+def test_lossless_pages_of_any_size(page_format, block_size, chunk_tokens):
+    sizes = {"block_size": block_size, "chunk_tokens": chunk_tokens, "head_size": 80}
+    for dtype in ("bfloat16", "float16"):
+        layout, codec = sample_layout(page_format, dtype, **sizes), resolve_codec("lossless")
+        numbers_ = sample_chunk(sample_layout("token-major", dtype, **sizes))
+        bits = np.random.default_rng(0).integers(0, 256, layout.chunk_shape, np.uint8)
+        for chunk in (numbers_, bits):
+            data, out = round_trip("lossless", chunk, layout)
+            np.testing.assert_array_equal(out, chunk)
+            assert len(data) <= codec.max_nbytes(layout)
+
+
+def test_lossless_is_two_thirds_and_never_much_more_than_raw():
+    sizes = {"num_layers": 2, "head_size": 128, "block_size": 128, "chunk_tokens": 256}
+    for page_format in ("token-major", "vllm-cpu-vec"):
+        layout = sample_layout(page_format, **sizes)
+        chunk = sample_chunk(layout)
+        assert chunk.nbytes / len(round_trip("lossless", chunk, layout)[0]) > 1.48
+        bits = np.random.default_rng(0).integers(0, 256, chunk.shape, np.uint8)
+        assert len(round_trip("lossless", bits, layout)[0]) < 1.01 * bits.nbytes
+        assert resolve_codec("lossless").max_nbytes(layout) < 1.01 * layout.chunk_nbytes
+
+
+def test_one_lossless_coder_refuses_what_another_wrote():
+    layout, chunk = sample_layout(), sample_chunk(sample_layout())
+    coders = [resolve_codec("lossless", coder=coder) for coder in ("levels", "rans", "zstd")]
+    for writer, reader in itertools.permutations(coders, 2):
+        with pytest.raises(CorruptDataError):
+            reader.decode(bytes(writer.encode(chunk, layout)), layout, np.empty_like(chunk))
+
+
+@pytest.mark.slow
+def test_lossless_on_the_kv_of_a_real_model():
+    pytest.importorskip("transformers")
+    from experiments.benchmarks.codecs import real_chunk
+
+    chunk, layout = real_chunk()
+    data, out = round_trip("lossless", chunk, layout)
+    np.testing.assert_array_equal(out, chunk)
+    assert chunk.nbytes / len(data) >= 1.48
 
 
 def test_names_and_parameters():

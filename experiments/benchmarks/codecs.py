@@ -4,7 +4,7 @@
 
 One 256-token chunk, CPU time of one thread. The KV is made up (a mean and a loudness for each channel of the keys), of
 32 layers, 8 heads of 128; with `--real` it is SmolLM2's on a page of Python's documentation. `--peers` adds lossless
-libraries where they are installed: zstandard, lz4, blosc2, zipnn.
+libraries where they are installed: zstandard, lz4, blosc2, zipnn, openzl.
 """
 
 import argparse
@@ -27,7 +27,8 @@ from workbench.layout import KVLayout
 
 __all__ = ["CodecSpeed", "made_up_chunk", "measure_codecs", "real_chunk"]
 
-VARIANTS = ["int8(keys='token')", "int4(group=32)", "kivi(bits=2)", "rotated(bits=3)", "lossless(coder='zstd')"]
+VARIANTS = ["int8(keys='token')", "int4(group=32)", "kivi(bits=2)", "rotated(bits=3)"]
+VARIANTS += ["lossless(coder='rans')", "lossless(coder='zstd')"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,14 @@ def measure_peers(chunk: np.ndarray, repeats: int = 5) -> list[CodecSpeed]:
 
 def _peers(chunk: np.ndarray) -> Iterator[tuple[str, Callable[[], bytes], Callable[[bytes], bytes]]]:
     raw = chunk.reshape(-1).tobytes()
-    for name, make in (("zstandard -1", _zstd), ("lz4", _lz4), ("blosc2 shuffle+zstd", _blosc2), ("zipnn", _zipnn)):
+    makers = {
+        "zstandard -1": _zstd,
+        "lz4": _lz4,
+        "blosc2 shuffle+zstd": _blosc2,
+        "zipnn": _zipnn,
+        "openzl bfloat16+huffman": _openzl,
+    }
+    for name, make in makers.items():
         try:
             compress, decompress = make()
         except ImportError:
@@ -177,6 +185,22 @@ def _zipnn():
 
     coder = zipnn.ZipNN(bytearray_dtype="bfloat16", input_format="byte", threads=1)
     return (lambda raw: bytes(coder.compress(bytearray(raw)))), (lambda data: bytes(coder.decompress(data)))
+
+
+def _openzl():
+    import openzl.ext as zl
+
+    compressor = zl.Compressor()
+    graph = zl.nodes.BFloat16Deconstruct()(compressor, sign_frac=zl.graphs.Store(), exponent=zl.graphs.Huffman())
+    compressor.set_parameter(zl.CParam.FormatVersion, zl.MAX_FORMAT_VERSION)
+    compressor.select_starting_graph(graph)
+
+    def compress(raw: bytes) -> bytes:
+        context = zl.CCtx()
+        context.ref_compressor(compressor)
+        return context.compress([zl.Input(zl.Type.Numeric, np.frombuffer(raw, np.uint16))])
+
+    return compress, lambda data: zl.DCtx().decompress(data)[0].content.as_nparray()
 
 
 def run(short: bool = False) -> dict[str, Any]:

@@ -35,6 +35,12 @@ class PayloadWriter:
         self._buffer[stop : self._end] = 0
         return self._buffer[start:stop].view(dtype).reshape(shape)
 
+    def shorten(self, section: np.ndarray, nbytes: int) -> None:
+        """Keep the first bytes of the section that was handed out last."""
+        start = self._end - _padded(section.nbytes)
+        self._end = start + _padded(nbytes)
+        self._buffer[start + nbytes : self._end] = 0
+
     def append(self, array: np.ndarray) -> None:
         self.section(array.shape, array.dtype.type)[...] = array
 
