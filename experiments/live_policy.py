@@ -31,6 +31,8 @@ _WORKLOAD = {
     "workload": "rag", "workload.requests": 40, "workload.passages": 10, "workload.passages_per_request": 2,
     "workload.passage_tokens": 256, "workload.permuted_share": 0.3, "workload.max_tokens": 1,
 }  # fmt: skip
+# A replay knows whole chunks of the prompts alone.
+_NOT_IN_A_REPLAY = ("cache.store_decoded", "cache.store_partial", "cache.partial_hits")
 _SCHEMA = {"policy": pl.String, "how": pl.String, "hit_rate": pl.Float64, "hit_tokens": pl.Int64,
            "prompt_tokens": pl.Int64, "evictions": pl.Int64, "ttft_warm_mean_s": pl.Float64}  # fmt: skip
 
@@ -48,7 +50,7 @@ def live_study(policy: str, *, rival: str = "lru", model: str = "random:llama-8l
     """
     nbytes = capacity_chunks * _CHUNK_TOKENS * (resolve_model(model, progress=False).bytes_per_token or 1 << 16)
     fixed = {"model": model, "arm": "cache", "tier": "memory", "chunk_tokens": _CHUNK_TOKENS, "memory_bytes": nbytes,
-             "cache.store_decoded": False, **_WORKLOAD}  # fmt: skip
+             **dict.fromkeys(_NOT_IN_A_REPLAY, False), **_WORKLOAD}  # fmt: skip
     return Study("policy-live", kind="serving", space={"policy": [policy, rival]}, fixed=fixed, runs=runs)
 
 

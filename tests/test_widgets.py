@@ -28,7 +28,7 @@ from experiments.replay import replay
 from experiments.runs import Run
 from experiments.sharing import share
 from experiments.study import Study
-from experiments.study_curves import MEASURES, plot_sweep, sweep_axes, sweep_data
+from experiments.study.curves import plot_sweep, sweep_axes, sweep_data, sweep_measures
 from experiments.traces import chat, rag
 from experiments.widgets import CacheExplorer, ExplainCard, LiveChart, PolicyLab, RunBrowser, SweepPanel
 from experiments.widgets.copy_text import CopyText
@@ -328,12 +328,14 @@ def test_sweeps_put_a_number_across_and_keep_each_lines_place():
     space = {"policy": ["a", "b"], "chunk_tokens": [16, 32]}
     frame = study_frame(policy=["b", "b", "b", "a"], chunk_tokens=[16, 16, 32, 16], hit_rate=[0.2, 0.4, 0.9, None],
                         error=["", "", "broken", ""])  # fmt: skip
-    rate = MEASURES["replay"][0]
+    rate = sweep_measures("replay")[0]
     data = sweep_data(frame, space, rate)
-    assert data.select("line", "place", "x", "n").rows() == [("b", 1, 16.0, 2)], "no failed cell, no missing value"
-    assert data["mean"][0] == pytest.approx(30) and data["half_interval"][0] == pytest.approx(12.706 * 10, rel=1e-3)
+    assert data.select("series", "place", "x", "n").rows() == [("b", 1, 16.0, 2)], "no failed cell, no missing value"
+    assert data["mean"][0] == pytest.approx(0.3)
+    assert data["high"][0] - data["mean"][0] == pytest.approx(12.706 * 0.1, rel=1e-3)
     figure = plot_sweep(data, kind="replay", measure=rate, across="chunk_tokens")
     assert figure.layout.title.subtitle.text.startswith("simulated") and figure.data[0].name == "b"
+    assert figure.data[0].y == pytest.approx([30]) and figure.data[0].error_y.array[0] > 100, "in per cent"
     both = sweep_data(frame.with_columns(hit_rate=pl.lit(0.5), error=pl.lit("")), space, rate)
     colors = {trace.name: trace.line.color
               for trace in plot_sweep(both, kind="serving", measure=rate, across="chunk_tokens").data}  # fmt: skip
@@ -352,7 +354,7 @@ def test_a_sweep_runs_shows_its_failures_and_is_found_again(tmp_path):
     assert any("whole number" in row["error"] and "chunk_tokens 96" in row["label"] for row in table["rows"])
     assert "8 failed, done" in panel._status.value and not panel._resume.disabled, "failed cells can be tried again"
     assert {trace["name"] for trace in json.loads(panel.chart.spec)["data"]} == {"lru"}
-    assert [trace.name for trace in panel.figure().data] == ["lru"]
+    assert [trace.mode for trace in panel.figure().data] == ["lines", "lines+markers"], "a line and its band"
     line = re.search(r"SweepPanel\.attach\(&#x27;(.*?)&#x27;\)", panel._again.value)[1]
     again = SweepPanel.attach(line)
     assert again.frame().equals(panel.frame()) and again.table.content == panel.table.content
@@ -559,7 +561,8 @@ def test_state_from_events_is_the_engines_own(tmp_path):
         explorer = CacheExplorer(engine)
         looked_up = engine.record.frame().filter(pl.col("kind") == "lookup")["request"]
         prompt = explorer.state.prompt(looked_up[-1])
-        assert prompt["key"].to_list() == [chunk.key.hex() for chunk in chain_of(shared)] and prompt.height == 3
+        chain = chain_of(shared)
+        assert prompt["key"].to_list() == [chunk.key.hex() for chunk in [*chain, chain.part(3, 30)]]
         seen = explorer._events_seen
         engine.retrieve(shared, pages.table, blocks=range(64))
         assert explorer.refresh()._events_seen > seen
@@ -573,7 +576,7 @@ def test_explorer_follows_a_live_engine_until_it_is_closed():
         explorer = CacheExplorer(engine)
         explorer._follow.value = True
         engine.store(range(30), pages.table, blocks=range(64))
-        assert soon(lambda: "3 chunks" in explorer._summary.value)
+        assert soon(lambda: "4 chunks" in explorer._summary.value)
     assert soon(lambda: not explorer._follow.value)
 
 
@@ -585,7 +588,7 @@ def test_explorer_reads_the_file_of_an_engine_in_another_process(tmp_path):
         engine.store(range(30), pages.table, blocks=range(64))
         engine.retrieve(range(30), pages.table, blocks=range(64))
     path.write_bytes(path.read_bytes() + b'["half a')  # what a writer has just begun
-    assert explorer.refresh().state.tiers().row(0)[:2] == ("memory", 3)
+    assert explorer.refresh().state.tiers().row(0)[:2] == ("memory", 4)
     assert set(explorer.state.prompt(explorer.state.requests[-1])["outcome"]) == {"hit"}
 
 

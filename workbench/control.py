@@ -276,15 +276,19 @@ class ControlPlane:
                 self._record_hit(request, chunk)
                 continue
             if not missed:
-                self._record_further(request, chain, number)
+                chunk = chunk._replace(start=min(chunk.stop, self._record_further(request, chain, number)))
             missed = True
             self.record("miss", request=request, chunk=chunk, reason=reason)
         if not missed:
             self._record_further(request, chain, len(chain))
 
-    def _record_further(self, request: str, chain: ChunkChain, number: int) -> None:
-        if further := self._further(chain, number):
-            self._record_hit(request, further.chunk._replace(stop=further.stop))
+    def _record_further(self, request: str, chain: ChunkChain, number: int) -> int:
+        """Note the last hit, which is no whole chunk; returns where the hits end."""
+        further = self._further(chain, number)
+        if further is None:
+            return chain.end(number)
+        self._record_hit(request, further.chunk._replace(stop=further.stop))
+        return further.stop
 
     def _record_hit(self, request: str, chunk: Chunk) -> None:
         level = self.index.level(self.index.find(chunk.key))
