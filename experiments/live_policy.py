@@ -32,7 +32,7 @@ _WORKLOAD = {
     "workload.passage_tokens": 256, "workload.permuted_share": 0.3, "workload.max_tokens": 1,
 }  # fmt: skip
 # A replay knows whole chunks of the prompts alone.
-_NOT_IN_A_REPLAY = ("cache.store_decoded", "cache.store_partial", "cache.partial_hits")
+_NOT_IN_A_REPLAY = ("cache.store_decoded", "cache.partial_hits")
 _SCHEMA = {"policy": pl.String, "how": pl.String, "hit_rate": pl.Float64, "hit_tokens": pl.Int64,
            "prompt_tokens": pl.Int64, "evictions": pl.Int64, "ttft_warm_mean_s": pl.Float64}  # fmt: skip
 

@@ -75,7 +75,7 @@ with EngineProcess(str(model.path), cache=cache, vllm=room) as engine:
 
 # %% [markdown]
 # ## What would change my mind
-# - **Short prompts**: below one chunk nothing is reused; try `document_tokens=100`.
+# - **Short prompts**: a short prefill takes hardly longer than a load; try `document_tokens=100`.
 # - **vLLM's own prefix cache is enough** as long as everything fits in its memory and it is never restarted: compare
 #   the arms `prefix_cache` and `memory` above.
 # - **A small model on a fast machine**: loading costs bytes over bandwidth, prefill costs compute; reuse pays where the

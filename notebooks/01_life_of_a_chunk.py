@@ -54,11 +54,12 @@ stored = engine.store(first, pages, blocks=there)
 loaded = engine.retrieve(first, pages, blocks=elsewhere)
 blocks = loaded // layout.block_size
 same = all(np.array_equal(a[there[:blocks]], a[elsewhere[:blocks]]) for a in arrays)
-print(f"of {len(first)} tokens {stored} stored in whole chunks, {loaded} loaded elsewhere, equal to the byte: {same}")
+print(f"of {len(first)} tokens {stored} stored, {loaded} loaded elsewhere, equal to the byte: {same}")
 
 # %% [markdown]
 # ## A prompt that shares a part
-# It has the document's 480 tokens in common with the first one; a chunk holds 64. Where do the rest go?
+# It has the document's 480 tokens in common with the first one: seven chunks of 64 and half of the eighth. The hit ends
+# where the prompts part.
 
 # %%
 second = np.concatenate([document, rng.integers(0, 32_000, 100)])
@@ -96,7 +97,7 @@ explorer.state.tiers()
 
 # %% [markdown]
 # ## What would change my mind
-# - **Smaller chunks** lose fewer tokens at the end of a shared part, and cost more keys, records and loads: set
-#   `chunk_tokens=16` above and run everything again.
+# - **Whole chunks alone**, as other caches have them, lose the tokens behind the last border: give the engine
+#   `partial_hits=False` and run everything again.
 # - **Another identity** finds nothing, on purpose: change `weights="example"` and the same tokens are other chunks.
 # - **Without the disk** what was evicted is gone: leave `disk_path` out and look at the reason of each miss.

@@ -19,5 +19,4 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 @pytest.fixture
 def whole_chunks(monkeypatch):
     """Hits and stores of whole chunks alone, for tests that count chunks."""
-    monkeypatch.setenv("KVWORKBENCH_STORE_PARTIAL", "false")
     monkeypatch.setenv("KVWORKBENCH_PARTIAL_HITS", "false")

@@ -120,7 +120,7 @@ def test_a_hit_ends_where_the_prompts_part(settings):
 
 def test_whole_chunks_alone_if_so_set():
     prompt = list(range(1000, 1100))
-    with CacheEngine(IDENTITY, memory_bytes=8 * CHUNK, partial_hits=False, store_partial=False) as engine:
+    with CacheEngine(IDENTITY, memory_bytes=8 * CHUNK, partial_hits=False) as engine:
         assert store(engine, prompt) == 64
         assert retrieve(engine, prompt) == 64 and retrieve(engine, prompt[:60]) == 0
 

@@ -130,7 +130,7 @@ def fill(engine, tokens, pages, tail=False):
 
 def store(engine, tokens, **options) -> int:
     pages = Pages(64, LAYOUT)
-    fill(engine, tokens, pages, tail=bool(options.get("partial")) or engine.config.store_partial)
+    fill(engine, tokens, pages, tail=bool(options.get("partial")) or engine.config.stores_tails)
     return engine.store(tokens, pages.table, blocks=BLOCKS, **options)
 
 

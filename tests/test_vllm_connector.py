@@ -20,8 +20,8 @@ from workbench.events import EVENT_KINDS
 
 BLOCK, CHUNK = 32, 64
 TOKENS = 8
-TO_THE_TOKEN = {"partial_hits": True, "store_partial": True}  # the default; most tests here count whole chunks
-WHOLE_CHUNKS = dict.fromkeys(TO_THE_TOKEN, False)
+TO_THE_TOKEN = {"partial_hits": True}  # the default; most tests here count whole chunks
+WHOLE_CHUNKS = {"partial_hits": False}
 
 
 @contextmanager

@@ -257,7 +257,7 @@ def test_an_engine_with_room_finds_exactly_the_bound(tokenizer, name, least_part
     blocks = list(range(max(len(r.token_ids) for r in workload.requests) // 32 + 1))
     pages = Pages(len(blocks), layout)
     to_the_token = least_part > 0
-    config = CacheConfig(chunk_tokens=64, memory_bytes="64MiB", partial_hits=to_the_token, store_partial=to_the_token)
+    config = CacheConfig(chunk_tokens=64, memory_bytes="64MiB", partial_hits=to_the_token)
     bounds = workload.upper_bound_hit_tokens(1 if to_the_token else 64)
     with CacheEngine(replace(IDENTITY, layout=layout), config) as engine:
         for request, bound in zip(workload.requests, bounds, strict=True):

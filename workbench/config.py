@@ -54,8 +54,8 @@ class CacheConfig(BaseSettings):
     memory_codec: str = "raw"  # of the memory tier: encoded when stored, decoded by each load; nothing rises into it
     boundary_tokens: tuple[NonNegativeInt, ...] = ()  # ids that end a sentence or turn: chunks end behind them, too
     min_chunk_tokens: NonNegativeInt = 0  # of a chunk that ends at one, whole blocks; 0 for a quarter of a full chunk
-    store_partial: bool = True  # store the tail that does not fill a chunk, too
-    partial_hits: bool = True  # a hit may end within a stored chunk, at any token; else with whole chunks and tails
+    partial_hits: bool = True  # a hit may end within a stored chunk, at any token
+    store_partial: bool | None = None  # store the tail that does not fill a chunk, too; by default as `partial_hits`
     write: Literal["through", "back"] = "through"  # to slower tiers at once, or when evicted
     store_decoded: bool = True  # store chunks that fill up while the answer is generated, too
     staging_bytes: ByteSize = ByteSize(256 << 20)  # chunks under way to slower tiers without a place in memory
@@ -80,6 +80,11 @@ class CacheConfig(BaseSettings):
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"])) or "settings"
             raise InvalidInputError(f"{name} is {first['input']!r}: {first['msg']}") from None
+
+    @property
+    def stores_tails(self) -> bool:
+        """Whether the tail that does not fill a chunk is stored."""
+        return self.partial_hits if self.store_partial is None else self.store_partial
 
     @classmethod
     def from_yaml(cls, path: str | Path, **settings: Any) -> "CacheConfig":

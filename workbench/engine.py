@@ -302,8 +302,7 @@ class CacheEngine:
             pages: The paged KV cache that holds their KV.
             blocks: Block table: block i holds tokens i*block_size to (i+1)*block_size.
             scope: Salt, LoRA and multimodal inputs of the request.
-            partial: Save the tail behind the last whole chunk, too, to the last token. By default as in the settings,
-                which say yes.
+            partial: Save the tail behind the last whole chunk, too, to the last token. By default as in the settings.
 
         Returns:
             Tokens whose KV this call took over from the pages: into the memory tier, or, without room there, on its
@@ -314,7 +313,7 @@ class CacheEngine:
             LayoutError: Pages of another shape than the layout says.
         """
         chain = self._chain(tokens, scope)
-        tail = self.config.store_partial if partial is None else partial
+        tail = self.config.stores_tails if partial is None else partial
         self._check_pages(pages, blocks, chain.num_tokens if tail else chain.end(len(chain)))
         if not self.is_open:
             return 0

@@ -219,7 +219,7 @@ class _Scheduler:
 
     def _tail_stop(self, computed_tokens: int, stop: int, prompt_tokens: int) -> int:
         """Where a tail that this step completes ends: with the prompt, or now and then within the answer. Else 0."""
-        if not self.config.store_partial:
+        if not self.config.stores_tails:
             return 0
         if computed_tokens < prompt_tokens <= stop:
             return prompt_tokens // self._tail_grain * self._tail_grain
