@@ -27,6 +27,8 @@ __all__ = ["ArmExplanation", "Finding", "RunExplanation", "explain_run"]
 
 State = Literal["cause", "fine", "unknown"]
 _LARGE = 0.5  # the share from which something counts as the cause
+_FEW = 0.1  # the share of a prompt up to which what it has in common with others is no repetition
+_SMALLER = "partial_hits=True, which also finds parts of a chunk, or chunk_tokens below {}."
 NO_CAUSE = "None of the known causes stands in its way."
 _STATE_TEXT = {"cause": "this is it", "fine": "not this", "unknown": "cannot tell"}
 
@@ -126,8 +128,8 @@ class _Facts:
 
     @cached_property
     def repeated(self) -> pl.DataFrame:
-        """The requests that an unlimited cache would find something for."""
-        return self.requests.filter(pl.col("expected_hit_tokens").fill_null(0) > 0)
+        """The requests that an unlimited cache would find more for than a few words that many prompts begin with."""
+        return self.requests.filter(pl.col("expected_hit_tokens").fill_null(0) > _FEW * pl.col("prompt_tokens"))
 
     @cached_property
     def chunk_tokens(self) -> int | None:
@@ -211,14 +213,15 @@ def _only_cold(facts: _Facts) -> Finding:
 
 
 def _short_prompts(facts: _Facts) -> Finding:
-    """Below one chunk nothing is stored."""
+    """Where only whole chunks are stored, a shorter prompt finds nothing."""
     name = "prompt too short"
     if facts.chunk_tokens is None:
         return _unknown(name, "no event tells the chunk size")
-    short = facts.requests.filter(pl.col("prompt_tokens") <= facts.chunk_tokens).height
+    short = facts.requests.filter(pl.col("prompt_tokens") <= facts.chunk_tokens, pl.col("cached_tokens") == 0).height
     share = short / max(1, facts.requests.height)
-    number = f"{short} of {facts.requests.height} prompts are no longer than a chunk of {facts.chunk_tokens} tokens"
-    return _finding(name, share >= _LARGE, share, number, f"chunk_tokens below {facts.chunk_tokens}.")
+    number = f"{short} of {facts.requests.height} prompts found nothing and are no longer than a chunk of "
+    number += f"{facts.chunk_tokens} tokens"
+    return _finding(name, share >= _LARGE, share, number, _SMALLER.format(facts.chunk_tokens))
 
 
 def _chunk_too_large(facts: _Facts) -> Finding:
@@ -234,7 +237,7 @@ def _chunk_too_large(facts: _Facts) -> Finding:
     gap = int((lost["finer"] - lost["expected_hit_tokens"]).sum())
     share = gap / max(1, int(pairs["finer"].sum()))
     number = f"{gap:,} shared tokens in {lost.height} requests do not fill a chunk of {facts.chunk_tokens} tokens"
-    return _finding(name, share >= _LARGE, share, number, f"chunk_tokens below {facts.chunk_tokens}.")
+    return _finding(name, share >= _LARGE, share, number, _SMALLER.format(facts.chunk_tokens))
 
 
 def _own_cache_hits(facts: _Facts) -> Finding:

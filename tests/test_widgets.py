@@ -460,7 +460,7 @@ def test_eviction_before_reuse(tmp_path):
 NOTHING = pl.lit(0, pl.Int64)
 CASES = {
     "only cold requests measured": {"requests": {"expected_hit_tokens": NOTHING, "cached_tokens": NOTHING}},
-    "prompt too short": {"requests": {"prompt_tokens": pl.lit(200, pl.Int64)}},
+    "prompt too short": {"requests": {"prompt_tokens": pl.lit(200, pl.Int64), "cached_tokens": NOTHING}},
     "chunk larger than the shared prefix": {"requests": {"expected_hit_tokens": NOTHING, "cached_tokens": NOTHING}},
     "vLLM's own cache already hits": {"requests": {"local_hit_tokens": pl.col("cached_tokens")}},
     "load slower than prefill": {"requests": {"load_s": pl.col("external_hit_tokens") * 2e-3}},

@@ -32,8 +32,8 @@ FIGURES = {
     "the time grows with the prompt; with reuse it grows with what is left to compute.",
     "break_even": "Medians by prompt length, and the cost model fitted to them: where the lines cross, reuse begins to "
     "pay. The lines are the model's, the marks were measured.",
-    "hit_tokens": "The bound follows from the workload: what an unlimited cache of whole chunks would find. A mark "
-    "above the line belongs to an arm that shares smaller pieces than a chunk, such as vLLM's blocks.",
+    "hit_tokens": "The bound follows from the workload: what an unlimited cache would find, to the token, or in the "
+    "whole chunks or blocks that the arm shares.",
     "hit_rates": "By tokens: reused tokens of the looked-up ones. By chunks: found chunks of the full chunks looked "
     "up. By requests: requests that reused anything. Tokens that vLLM's own cache had are not looked up in the engine.",
     "tier_timeline": "What the engine kept, from its own events. An eviction means that the tier was full.",
