@@ -117,8 +117,9 @@ def _rows_of_tokens(float16: int, forward: int):
         layers, heads, rows, columns = shape
         width, size = blocks.shape[1], before.size
         line = np.empty(size, f32)
-        work, before_address, after_address = line.ctypes.data, before.ctypes.data, after.ctypes.data
+        before_address, after_address = before.ctypes.data, after.ctypes.data
         for unit in range(first, last):
+            work = line.ctypes.data  # inside the loop: numba frees an array after the last use of its name
             c, layer, i = unit // (layers * width), unit // width % layers, unit % width
             if blocks[c, i] < 0:
                 continue
@@ -148,8 +149,9 @@ def _rows_of_channels(float16: int, forward: int):
         layers, heads, rows, columns = shape
         width, size = blocks.shape[1], before.size
         tile = np.empty((size, _TOKENS_AT_ONCE), f32)
-        work, pitch = tile.ctypes.data, 4 * _TOKENS_AT_ONCE
+        pitch = 4 * _TOKENS_AT_ONCE
         for unit in range(first, last):
+            work = tile.ctypes.data  # inside the loop, as above
             c, layer, i = unit // (layers * width), unit // width % layers, unit % width
             if blocks[c, i] < 0:
                 continue

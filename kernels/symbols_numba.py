@@ -36,7 +36,7 @@ def to_symbols(
     symbols: np.ndarray,
     dtype: str = "bfloat16",
 ) -> None:
-    _run(_encode_kernel, tiles, blocks, (means, f32(1) / steps), symbols, dtype)
+    _run(tiles, blocks, (means, f32(1) / steps), symbols, (int(dtype == "float16"), True))
 
 
 def from_symbols(
@@ -48,52 +48,47 @@ def from_symbols(
     symbols: np.ndarray,
     dtype: str = "bfloat16",
 ) -> None:
-    _run(_decode_kernel, tiles, blocks, (means, steps), symbols, dtype)
+    _run(tiles, blocks, (means, steps), symbols, (int(dtype == "float16"), False))
 
 
-def _run(make, tiles: Tiles, blocks: np.ndarray, floats, symbols: np.ndarray, dtype: str) -> None:
-    kernel = make(int(dtype == "float16"), tiles.token_major)
+def _run(tiles: Tiles, blocks: np.ndarray, floats, symbols: np.ndarray, options: tuple[int, bool]) -> None:
+    kernel = _kernel(*options, tiles.token_major)
     shape = (tiles.num_heads, tiles.head_size, tiles.block_size)
-    means, scales = (np.ascontiguousarray(part) for part in floats)
-    pointers = (tiles.addresses, tiles.strides, symbols.ctypes.data)
+    means, factors = (np.ascontiguousarray(part) for part in floats)
     units = tiles.num_layers * tiles.num_heads
-    run_units(kernel, units, 3 * symbols.nbytes, pointers, blocks, shape, means, scales)
+    run_units(
+        kernel, units, 3 * symbols.nbytes, (tiles.addresses, tiles.strides), blocks, shape, means, factors, symbols
+    )
 
 
 @intrinsic(prefer_literal=True)
-def _to_row(typing_context, source, target, count, mean, inverse, float16):
-    """`count` symbols of 16-bit values; `mean` and `inverse` are a float32, or the address of one a value."""
+def _code_row(typing_context, values, symbols, count, mean, factor, float16, encode):
+    """`count` symbols at an address of 16-bit values at another (`encode`), or the values of the symbols.
+
+    `mean` and `factor`, the step or to encode its inverse, are each a float32, or the address of one a value.
+    """
 
     def codegen(context, builder, signature, args):
         def body(emit, index):
-            mean, inverse = _parameters(builder, emit, args[3:5], index)
-            value = emit.value_of(emit.load(step(builder, args[0], index, 2), _I16), float16.literal_value)
-            scaled = builder.fmul(builder.fsub(value, mean), inverse)
-            number = emit.rounded(_between(builder, emit, scaled, 127.0))
-            emit.store(emit.cast("trunc", emit.plus(number, 128), _I8), builder.add(args[1], index))
+            mean, factor = (
+                emit.parameter(arg if arg.type == _F32 else step(builder, arg, index, 4)) for arg in args[3:5]
+            )
+            place, symbol_place = step(builder, args[0], index, 2), builder.add(args[1], index)
+            if encode.literal_value:
+                value = emit.value_of(emit.load(place, _I16), float16.literal_value)
+                scaled = builder.fmul(builder.fsub(value, mean), factor)
+                number = emit.rounded(_between(builder, emit, scaled, 127.0))
+                emit.store(emit.cast("trunc", emit.plus(number, 128), _I8), symbol_place)
+            else:
+                symbol = emit.cast("zext", emit.load(symbol_place, _I8), _I32)
+                number = emit.cast("sitofp", emit.plus(symbol, -128), _F32)
+                value = builder.fadd(builder.fmul(number, factor), mean)
+                emit.store(emit.bits_of(value, float16.literal_value), place)
 
         each_vector(context, builder, args[2], body)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, mean, inverse, float16), codegen
-
-
-@intrinsic(prefer_literal=True)
-def _from_row(typing_context, source, target, count, mean, scale, float16):
-    """`count` 16-bit values of symbols, as above."""
-
-    def codegen(context, builder, signature, args):
-        def body(emit, index):
-            mean, scale = _parameters(builder, emit, args[3:5], index)
-            symbol = emit.cast("zext", emit.load(builder.add(args[0], index), _I8), _I32)
-            number = emit.cast("sitofp", emit.plus(symbol, -128), _F32)
-            value = builder.fadd(builder.fmul(number, scale), mean)
-            emit.store(emit.bits_of(value, float16.literal_value), step(builder, args[1], index, 2))
-
-        each_vector(context, builder, args[2], body)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, mean, scale, float16), codegen
+    return types.void(types.int64, types.int64, types.int64, mean, factor, float16, encode), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -111,10 +106,6 @@ def _add_row(typing_context, source, sums, squares, count, float16):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64, float16), codegen
-
-
-def _parameters(builder, emit: Lanes, args, index):
-    return [emit.parameter(a if a.type == _F32 else step(builder, a, index, 4)) for a in args]
 
 
 def _between(builder, emit: Lanes, value, limit: float):
@@ -160,77 +151,31 @@ def _moments_kernel(float16: int, token_major: bool):
 
 
 @functools.cache
-def _encode_kernel(float16: int, token_major: bool):
+def _kernel(float16: int, encode: bool, token_major: bool):
     @njit(nogil=True, cache=True, error_model="numpy")
-    def kernel(first, last, pointers, blocks, shape, means, scales):
-        addresses, strides, symbols = pointers
+    def kernel(first, last, pointers, blocks, shape, means, factors, symbols):
+        addresses, strides = pointers
         heads, size, tokens = shape
-        total = blocks.size * tokens
         line = np.empty((tokens, size), np.uint8)
         for unit in range(first, last):
             layer, h = unit // heads, unit % heads
-            base = symbols + unit * size * total
-            mean, scale = means.ctypes.data + 4 * unit * size, scales.ctypes.data + 4 * layer * total
+            mean = means.ctypes.data + 4 * unit * size
             for i in range(blocks.size):
-                page = addresses[layer] + blocks[i] * strides[0] + h * strides[1]
-                if token_major:
-                    for t in range(tokens):
-                        inverse = scales[layer, i * tokens + t]
-                        _to_row(page + t * strides[2], line.ctypes.data + t * size, size, mean, inverse, float16)
+                page, start = addresses[layer] + blocks[i] * strides[0] + h * strides[1], i * tokens
+                part = symbols[layer, h * size : (h + 1) * size, start : start + tokens]
+                if not token_major:
+                    for d in range(size):
+                        own, each = part[d].ctypes.data, factors[layer, start:].ctypes.data
+                        _code_row(page + d * strides[2], own, tokens, means[layer, h, d], each, float16, encode)
+                    continue
+                if not encode:
+                    line[:] = part.T
+                for t in range(tokens):
+                    own, all_of = line.ctypes.data + t * size, factors[layer, start + t]
+                    _code_row(page + t * strides[2], own, size, mean, all_of, float16, encode)
+                if encode:
                     for d in range(size):
                         for t in range(tokens):
-                            _store_byte(base + d * total + i * tokens + t, line[t, d])
-                else:
-                    for d in range(size):
-                        row = base + d * total + i * tokens
-                        inverses = scale + 4 * i * tokens
-                        _to_row(page + d * strides[2], row, tokens, means[layer, h, d], inverses, float16)
+                            part[d, t] = line[t, d]
 
     return kernel
-
-
-@functools.cache
-def _decode_kernel(float16: int, token_major: bool):
-    @njit(nogil=True, cache=True, error_model="numpy")
-    def kernel(first, last, pointers, blocks, shape, means, scales):
-        addresses, strides, symbols = pointers
-        heads, size, tokens = shape
-        total = blocks.size * tokens
-        line = np.empty((tokens, size), np.uint8)
-        for unit in range(first, last):
-            layer, h = unit // heads, unit % heads
-            base = symbols + unit * size * total
-            mean, scale = means.ctypes.data + 4 * unit * size, scales.ctypes.data + 4 * layer * total
-            for i in range(blocks.size):
-                page = addresses[layer] + blocks[i] * strides[0] + h * strides[1]
-                if token_major:
-                    for d in range(size):
-                        for t in range(tokens):
-                            line[t, d] = _load_byte(base + d * total + i * tokens + t)
-                    for t in range(tokens):
-                        width = scales[layer, i * tokens + t]
-                        _from_row(line.ctypes.data + t * size, page + t * strides[2], size, mean, width, float16)
-                else:
-                    for d in range(size):
-                        row = base + d * total + i * tokens
-                        widths = scale + 4 * i * tokens
-                        _from_row(row, page + d * strides[2], tokens, means[layer, h, d], widths, float16)
-
-    return kernel
-
-
-@intrinsic
-def _store_byte(typing_context, address, value):
-    def codegen(context, builder, signature, args):
-        builder.store(args[1], builder.inttoptr(args[0], _I8.as_pointer()))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.uint8), codegen
-
-
-@intrinsic
-def _load_byte(typing_context, address):
-    def codegen(context, builder, signature, args):
-        return builder.load(builder.inttoptr(args[0], _I8.as_pointer()))
-
-    return types.uint8(types.int64), codegen

@@ -1,6 +1,9 @@
 """quantize and dequantize: every implementation gives the reference's bytes, and keeps within half a step."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -67,6 +70,72 @@ def test_numba_odd_shapes(tokens, size):
         scheme = Scheme(code=code, along=along, group=8)
         for layout in ("fused", "cpu vec"):
             assert_same(Cache(layout, tokens, size).fill(), scheme, "numba")
+
+
+@pytest.mark.parametrize("along, group", [("channels", 64), ("tokens", 4)])
+def test_numba_in_the_widest_vectors(along, group):
+    for code in CODES:
+        assert_same(Cache("fused", 4, 512).fill(), Scheme(code=code, along=along, group=group), "numba")
+
+
+@pytest.mark.parametrize("along, group", [("channels", 9), ("channels", 3), ("tokens", 5)])
+def test_numba_in_rows_that_hold_no_vector(along, group):
+    for code in ("int8", "uint8", "e4m3"):
+        assert_same(Cache("fused", 5, 9).fill(), Scheme(code=code, along=along, group=group), "numba")
+
+
+def at_line(array: np.ndarray, offset: int = 0) -> np.ndarray:
+    """A copy that starts `offset` bytes beyond a multiple of 64."""
+    raw = np.zeros(array.nbytes + 64, np.uint8)
+    copy = raw[(offset - raw.ctypes.data) % 64 :][: array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@pytest.mark.parametrize("layout, tokens", [("fused", 16), ("cpu vec", 64)])
+def test_numba_past_the_cache(layout, tokens, monkeypatch):
+    """What is large is written by other stores, whole lines at a time; codes may lie at any address."""
+    monkeypatch.setattr("kernels.quantize_numba._STREAM_FROM", 0)
+    cache = Cache(layout, tokens, 64).fill()
+    for code, along in itertools.product(("int8", "uint4"), ("channels", "tokens")):
+        scheme = Scheme(code=code, along=along, group=16)
+        want, want_cache = round_trip(cache, scheme, "reference")
+        for codes_at, pages_at in ((0, 0), (1, 2), (40, 32)):
+            coded, target = allocate(cache.tiles(), scheme, *block_ids().shape), cache.empty()
+            coded = coded._replace(codes=at_line(coded.codes, codes_at))
+            target.buffer = at_line(target.buffer, pages_at)
+            quantize(cache.tiles(), block_ids(), scheme=scheme, coded=coded, impl="numba")
+            dequantize(target.tiles(), block_ids(), scheme=scheme, coded=coded, impl="numba")
+            np.testing.assert_array_equal(coded.codes, want[0])
+            np.testing.assert_array_equal(target.buffer, want_cache.buffer)
+
+
+@pytest.mark.parametrize("code, largest", [("e4m3", 0x43E0), ("e5m2", 0x4760)])
+def test_every_value_has_the_references_fp8_code(code, largest):
+    """With a scale of 1: every bfloat16 up to the largest code, so every tie and every subnormal."""
+    magnitudes = np.arange(largest + 1, dtype=np.uint16)
+    rows = np.full((144, 256), largest, np.uint16)
+    rows[:, 1:] = np.resize(np.concatenate([magnitudes, magnitudes | 0x8000]), (144, 255))
+    assert len(np.unique(rows)) == 2 * len(magnitudes)
+    tiles, blocks = Tiles(rows[None, None, None]), np.array([[0]])
+    coded = {}
+    for impl in ("reference", "numba"):
+        coded[impl] = allocate(tiles, Scheme(code=code, along="channels", group=256), 1, 1)
+        quantize(tiles, blocks, scheme=Scheme(code=code, along="channels", group=256), coded=coded[impl], impl=impl)
+    assert (coded["numba"].scales == 0x3F80).all()
+    np.testing.assert_array_equal(coded["numba"].codes, coded["reference"].codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", ["", "+avx2"])
+def test_numba_on_lesser_cpus(features):
+    """The same bytes from what LLVM makes of the vectors where there is no AVX-512."""
+    only = "test_numba_in_the_widest_vectors or test_numba_past_the_cache"
+    lesser = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", only]
+    done = subprocess.run(command, env=lesser, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout
 
 
 @pytest.mark.parametrize("scheme", [s for s in QUICK if s.group == 32 or s.along == "tokens"], ids=name)
