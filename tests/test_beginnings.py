@@ -13,6 +13,7 @@ from workbench.beginnings import Beginnings
 from workbench.chunks import Chunk, ChunkScope, common_tokens
 from workbench.engine import CacheEngine
 from workbench.layout import Identity, KVLayout
+from workbench.tiers.base import Tier
 
 BLOCK, FULL, LEAST = 8, 64, 16
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_size=16, block_size=BLOCK, chunk_tokens=FULL)
@@ -164,6 +165,7 @@ def test_with_little_room_nothing_is_wrong_and_nothing_is_lost(tmp_path):
         best = 0
         for _ in range(120):
             prompt = [token for _ in range(rng.randrange(1, 7)) for token in rng.choice(turns)]
+            engine.flush()  # a write that ends between the lookup and the load would make a larger hit
             hit = retrieve(engine, prompt)
             best = max(best, hit % FULL)
             store(engine, prompt)
@@ -322,3 +324,126 @@ def test_explain_counts_what_hits_within_a_chunk():
         assert "90 of 92 tokens hit" in str(found)
         lost = engine.explain([*prompt[:70], *range(60)])
         assert (lost.hit_tokens, lost.lost_to_chunk_size) == (64, 6)
+
+
+# ---------------------------------------------------------------- what is kept, and where
+
+
+def test_a_borrowed_chunk_that_is_confirmed_meanwhile_can_still_leave(tmp_path):
+    """Its write to the disk is reported while a request borrows it, and no other request is left to settle it."""
+    first = list(range(64))
+    with CacheEngine(IDENTITY, memory_bytes=4 * CHUNK, disk_path=tmp_path) as engine:
+        control, data = engine.control, engine.data
+        chain = engine._chain(first, ChunkScope())
+        pages = Pages(64, LAYOUT)
+        data.attach(pages.table)
+        control.begin("writer", chain)
+        data.run(control.plan_stores("writer", 64, BLOCKS))
+        assert data.flush()
+        report = data.take_report()
+        control.apply([done for done in report if done.kind == "store"])
+        control.finish("writer")
+        control.admit("reader", engine._chain([*first[:40], 7], ChunkScope()), reuse_tokens=40)
+        control.plan_loads("reader", 0, 40, BLOCKS)
+        control.apply([done for done in report if done.kind == "write"])
+        control.finish("reader")
+        audit(control)
+
+
+def test_a_hit_within_a_chunk_that_reaches_beyond_the_prompts_own():
+    """With boundaries the prompt's own chunk may end before the stored one does; vLLM may have all of it itself."""
+    first = list(range(1000, 1050))
+    second = [*first, 1, 2, 9, *range(20)]
+    with CacheEngine(IDENTITY, memory_bytes=8 * CHUNK, boundary_tokens=(9,), min_chunk_tokens=BLOCK) as engine:
+        store(engine, first)
+        chain, control = engine._chain(second, ChunkScope()), engine.control
+        assert chain.end(1) == 48 and retrieve(engine, second) == 50
+        control.admit("half", chain, local_tokens=48, reuse_tokens=2)
+        engine.data.attach(Pages(64, LAYOUT).table)
+        engine.data.run(control.plan_loads("half", 48, 50, BLOCKS))
+        assert not engine.data.take_bad_blocks()
+        control.apply(engine.data.take_report())
+        control.finish("half")
+        audit(control)
+
+
+class _Others(Tier):
+    """A tier that others use, too, in a dictionary."""
+
+    name, shared = "redis", True
+
+    def __init__(self):
+        self.held, self.erased = {}, []
+
+    def read(self, chunk, out, *, at_most=False):
+        if chunk.key not in self.held:
+            return "absent"
+        out[:] = self.held[chunk.key]
+        return ""
+
+    def write(self, chunk, payload):
+        self.held[chunk.key] = payload.copy()
+        return "", payload.nbytes
+
+    def erase(self, key):
+        self.erased.append(key)
+        self.held.pop(key, None)
+
+    def contains(self, keys):
+        return [key in self.held for key in keys]
+
+
+@pytest.fixture
+def others(monkeypatch):
+    tier = _Others()
+    monkeypatch.setattr("workbench.engine._media", lambda identity, config: [tier])
+    return tier
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_tails_stay_out_of_what_others_use(others, write):
+    with CacheEngine(IDENTITY, memory_bytes=2 * CHUNK, redis_url="redis://unused", write=write) as engine:
+        for start in range(0, 6000, 1000):
+            store(engine, list(range(start, start + 30)))
+            store(engine, list(range(start + 500, start + 500 + FULL)))
+        assert engine.flush()
+        engine.tiers()
+        sizes = {len(payload) for payload in others.held.values()}
+        assert sizes == {CHUNK}, "whole chunks alone"
+        audit(engine.control)
+
+
+def test_what_lies_in_a_longer_chunk_is_forgotten_where_others_may_need_it(others):
+    """A chunk that ends at a boundary, nothing known behind it, and another prompt's chunk that contains it."""
+    turn = list(range(1000, 1048))
+    options = {"boundary_tokens": (9,), "min_chunk_tokens": BLOCK, "redis_url": "redis://unused"}
+    with CacheEngine(IDENTITY, memory_bytes=8 * CHUNK, store_partial=False, **options) as engine:
+        store(engine, [*turn, 9])
+        assert engine.flush() and len(others.held) == 1
+        store(engine, [*turn, *range(20, 36)])
+        store(engine, list(range(2000, 2200)))
+        assert engine.flush() and not others.erased and len(others.held) == 5
+        engine.tiers()
+        audit(engine.control)
+
+
+def test_tails_of_running_requests_are_looked_at_a_few_at_a_time():
+    with CacheEngine(IDENTITY, memory_bytes=60 * CHUNK) as engine:
+        pins = []
+        for start in range(0, 20_000, 1000):
+            store(engine, list(range(start, start + 30)))
+            pins.append(engine.pin(list(range(start, start + 30))))
+            store(engine, list(range(start, start + FULL)))
+        waiting = engine.control._outgrown
+        assert len(waiting) == 20
+        looked_at = []
+        engine.control.index.find = lambda key, find=engine.control.index.find: looked_at.append(key) or find(key)
+        engine.control._remove_outgrown([])
+        del engine.control.index.find
+        assert len(looked_at) <= 2 * 8 and len(waiting) == 20
+        for pin in pins:
+            engine.unpin(pin)
+        for start in range(30_000, 40_000, 1000):
+            store(engine, list(range(start, start + FULL)))
+        assert not waiting and engine.tiers()[0].chunks == 20 + 10
+        audit(engine.control)

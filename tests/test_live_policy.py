@@ -133,6 +133,32 @@ def filled(name: str = "lru", count: int = 4) -> LivePolicy:
     return live
 
 
+@pytest.mark.parametrize("capacity", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", LIVE)
+def test_tiers_of_a_few_chunks(name, capacity):
+    """Whose parts round down to no chunk at all, and which hold more than they reckon with: chunks may be small."""
+    rng, held, live = random.Random(capacity), set(), LivePolicy(name, capacity_chunks=capacity)
+    for step in range(1000):
+        live.begin(step, float(step))
+        c = rng.randrange(4 * capacity)
+        if c in held:
+            live.hit(c)
+            continue
+        if len(held) == 2 * capacity:
+            pinned = rng.sample(sorted(held), rng.randrange(capacity))
+            for other in pinned:
+                live.pin(other)
+            gone = live.victim()
+            assert gone in held.difference(pinned)
+            held.remove(gone)
+            for other in pinned:
+                live.unpin(other)
+        live.insert(c, key=c)
+        held.add(c)
+    live.begin(1000, 1000.0)
+    assert {live.victim() for _ in range(len(held))} == held and live.victim() == -1
+
+
 @pytest.mark.parametrize("name", LIVE)
 def test_every_chunk_but_the_pinned_goes(name):
     live = filled(name)

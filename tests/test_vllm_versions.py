@@ -74,4 +74,4 @@ def test_the_same_answers_with_reuse(overlay):
     cached = run(folder, {"memory_bytes": "64MB", "chunk_tokens": 64, "verify": True})
     assert plain["version"].startswith(version) and cached["version"].startswith(version)
     assert [tokens for _, tokens in cached["answers"]] == [tokens for _, tokens in plain["answers"]]
-    assert [hit for hit, _ in cached["answers"]] == [0, 256, 192, 128, 128]
+    assert [hit for hit, _ in cached["answers"]] == [0, 256, 220, 180, 128]

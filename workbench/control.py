@@ -116,7 +116,7 @@ class ControlPlane:
         # key of what stands before -> where stored unfull chunks stop -> their entries
         self._tails: dict[bytes, dict[int, set[int]]] = {}
         self._beginnings = Beginnings() if partial_hits else None
-        self._outgrown: list[tuple[bytes, bytes]] = []  # (tail, a longer chunk that begins with its tokens)
+        self._outgrown: OrderedDict[bytes, bytes] = OrderedDict()  # tail -> a longer chunk that begins with its tokens
         self.recent_prompts: deque[tuple[bytes, np.ndarray]] = deque(maxlen=_REMEMBERED_PROMPTS)  # (root, tokens)
 
     # ---------------------------------------------------------------- lookup
@@ -191,6 +191,8 @@ class ControlPlane:
         """
         chunks: list[Chunk] = []
         number = chain.whole(first_token)
+        while number and self.miss_reason(chain[number - 1]):
+            number -= 1  # the hit goes on within a stored chunk that reaches further than this prompt's own
         while chain.end(number) < stop_token:
             whole = chain[number] if number < len(chain) else None
             if whole is None or self.miss_reason(whole):
@@ -379,31 +381,35 @@ class ControlPlane:
             return  # an image, say, lies in it
         for other, tokens in islice(self._beginnings.along(chunk.parent, chunk.tokens), _LOOKED_AT):
             if tokens == other.num_tokens:
-                self._outgrown.append((other.key, chunk.key))
+                self._outgrown[other.key] = chunk.key
         self._beginnings.add(chunk)
 
     def _note_stored_beginning(self, stored: StoredChunk) -> None:
         """The same for what another process stored, or an earlier start, where the tier tells its tokens."""
-        if self._beginnings is None or not stored.tokens or self.index.find(stored.key) < 0:
+        entry = self.index.find(stored.key)
+        if self._beginnings is None or not stored.tokens or entry < 0 or not self.index.anywhere(entry):
             return
         chunk = Chunk(stored.key, stored.parent, stored.start, stored.stop, stored.tokens)
         if chunk.is_text_alone(self.layout.chunk_tokens) and not self._beginnings.touch(chunk.key):
             self._beginnings.add(chunk)
 
     def _remove_outgrown(self, orders: list[Order]) -> None:
-        """Remove each tail that lies in a longer chunk as well, once that is resident and nobody uses the tail."""
-        waiting, self._outgrown = self._outgrown, []
-        for tail, longer in waiting:
+        """Remove each tail that lies in a longer chunk as well, once that is resident and nobody uses the tail.
+
+        A few are looked at each time: those of running requests, which may be many, wait for their end.
+        """
+        for _ in range(min(_LOOKED_AT, len(self._outgrown))):
+            tail, longer = self._outgrown.popitem(last=False)
             entry, above = self.index.find(tail), self.index.find(longer)
             if entry < 0 or above < 0 or self.index.children[entry]:
                 continue
-            if self.index.in_use(entry) or self.index.pending[entry] or not self.index.resident[above]:
-                self._outgrown.append((tail, longer))
+            if self.index.in_use(entry) or self.index.pending[entry] or not self.index.resident[above] & self._own:
+                self._outgrown[tail] = longer
                 continue
             chunk = self._chunk(entry)
             for level in [level for level, tier in enumerate(self.tiers) if entry in tier]:
                 self.record("remove", tier=self.tiers[level].name, chunk=chunk, reason="within a longer chunk")
-                if self.tiers[level] is not self.memory:
+                if self.tiers[level] is not self.memory and level not in self._shared:
                     orders.append(Erase(tail, level))
                 self._leave(entry, level, "within a longer chunk")
 
@@ -414,7 +420,7 @@ class ControlPlane:
             if chunk.key not in running.used:
                 self._hold_resident(running, self._use(running, chunk))
                 self.record("dedup", request=running.name, chunk=chunk)
-                self._write_down(known, chunk, orders)
+                self._write_down(known, chunk, orders, own_only=tail)
             return
         if chunk.start and not self._reachable(chunk.parent):
             self._drop(running.name, chunk, "prefix not stored")
@@ -429,14 +435,13 @@ class ControlPlane:
         own = tuple(blocks[b] for b in self._blocks(chunk))
         orders.append(Store(running.name, running.attempt, chunk, own, slot, write_to))
 
-    def _write_down(self, entry: int, chunk: Chunk, orders: list[Order]) -> None:
+    def _write_down(self, entry: int, chunk: Chunk, orders: list[Order], own_only: bool) -> None:
         """A chunk that the arena alone has, since a slower tier once refused it, gets another chance where room is."""
         if self.write != "through" or self.memory is None or not self.index.resident[entry] & 1:
             return
         for level, tier in enumerate(self.tiers[1:], 1):
             known = (self.index.resident[entry] | self.index.pending[entry]) >> level & 1
-            foreign = level in self._shared and chunk.stop in self._tails.get(chunk.parent, ())
-            closed = foreign or level in self._starting
+            closed = (own_only and level in self._shared) or level in self._starting
             if not known and not closed and tier.fits(tier.chunk_nbytes):
                 self._reserve(entry, level)
                 self._hold_while_written(entry, level)
@@ -458,6 +463,7 @@ class ControlPlane:
             tier.release(entry)
         for entry in [*used, *running.borrowed]:
             self.index.unuse(entry)
+        self._settle_late(dict.fromkeys(running.borrowed))
 
     def hold_prefix(self, chain: ChunkChain, tokens: int) -> list[tuple[TierIndex, int]]:
         """Keep the first tokens of a chain in every tier that has them, until `release_prefix`."""
@@ -476,8 +482,11 @@ class ControlPlane:
         for tier, entry in holds:
             tier.release(entry)
             self.index.unuse(entry)
-        entries = dict.fromkeys(entry for _, entry in holds)
-        for level, tier in enumerate(self.tiers):  # confirmed meanwhile, with no request left to settle it
+        self._settle_late(dict.fromkeys(entry for _, entry in holds))
+
+    def _settle_late(self, entries: Collection[int]) -> None:
+        """Chunks that were confirmed while held, with no request left to settle them."""
+        for level, tier in enumerate(self.tiers):
             if late := [e for e in entries if e in tier and e not in tier.order and not self.index.in_use(e)]:
                 self._settle(late, [level])
 
@@ -731,7 +740,8 @@ class ControlPlane:
 
         def keep(entry: int) -> bool:
             """Not the last copy of a chunk that others continue: a child never outlives its parent."""
-            if goes_down and self.index.is_last_copy(entry, level) and self._reserve_below(entry, level + 1, orders):
+            last = goes_down and self.index.is_last_copy(entry, level) and self._is_for(entry, level + 1)
+            if last and self._reserve_below(entry, level + 1, orders):
                 demoted.add(entry)
             return self.index.children[entry] > 0 and self.index.is_last_copy(entry, level)
 
@@ -804,6 +814,11 @@ class ControlPlane:
             stops.pop(stop, None)
         if not stops:
             self._tails.pop(parent, None)
+
+    def _is_for(self, entry: int, level: int) -> bool:
+        """Whether a chunk may go down to a tier: a tail that nothing continues stays within this engine's own."""
+        tails = self._tails.get(self.index.parent_key(entry), {}).get(self.index.stops[entry], ())
+        return level not in self._shared or entry not in tails or self.index.children[entry] > 0
 
     def _remember_departure(self, key: bytes, reason: str) -> None:
         self._departed[key] = reason

@@ -33,7 +33,7 @@ class TinyLfu(Queues):
             self.halve()
         self.move(c, PROTECTED)
         if self.length[PROTECTED] > int(self.main_room() * (1.0 - self.trial_share)):
-            if self.length[TRIAL] >= self.trial_room():
+            if self.length[TRIAL] > 0 and self.length[TRIAL] >= self.trial_room():  # the room may be none
                 self.move(self.oldest[TRIAL], DOOMED)
             self.move(self.oldest[PROTECTED], TRIAL)
 
