@@ -3,7 +3,7 @@
 none, prefix_cache                       vLLM alone
 memory, disk, redis, object_store        this engine, by the tier that holds the KV
 offloading_cpu, offloading_file          vLLM's OffloadingConnector
-example                                  vLLM's ExampleConnector
+example                                  vLLM's ExampleConnector: all of a prompt's whole blocks, or nothing
 lmcache                                  LMCache 0.5 through its server
 
 with ready(arm_by_name("redis"), folder) as arm:       # redis-server runs; arm.cache names its port
@@ -24,9 +24,11 @@ from typing import Any
 
 from experiments.engine_process import UNTRACKED
 from experiments.ports import reserved_port
+from workbench.config import CacheConfig
 from workbench.errors import CacheError, InvalidInputError, UnknownNameError
 
-__all__ = ["ARMS", "LMCACHE_VARIABLE", "MORE_ARMS", "Arm", "ArmUnavailableError", "Companion", "arm_by_name", "ready"]
+__all__ = ["ARMS", "LMCACHE_VARIABLE", "MORE_ARMS", "Arm", "ArmUnavailableError", "Companion", "arm_by_name",
+           "hit_step_tokens", "ready"]  # fmt: skip
 
 LMCACHE_VARIABLE = "KVWORKBENCH_LMCACHE_PYTHON"  # the interpreter of an environment in which LMCache is installed
 
@@ -103,6 +105,15 @@ class Arm:
             cache["disk_path"] = str(self.tier_path(folder))
         return {"cache": cache, "prefix_caching": self.prefix_caching, "kv_transfer": self.kv_transfer,
                 "append_path": self.append_path}  # fmt: skip
+
+
+def hit_step_tokens(cache: Mapping[str, Any] | None, block_size: int) -> int:
+    """Tokens in the steps of which a prompt can be found again: one, those of a chunk, or without this engine those of
+    vLLM's block."""
+    if cache is None:
+        return block_size
+    config = CacheConfig(**cache)
+    return 1 if config.partial_hits else int(config.chunk_tokens)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from experiments.units import share_text
 from workbench.errors import CacheError, UnknownNameError
 
 __all__ = ["EXAMPLE_RESULTS", "Claim", "Measured", "Published", "claims_table", "load_measured", "run_claims",
-           "verdict_of"]  # fmt: skip
+           "save_measured", "verdict_of"]  # fmt: skip
 
 EXAMPLE_RESULTS = Path(__file__).parent.parent / "notebooks" / "example_runs" / "claims.json"
 TOLERANCE = 0.25
@@ -181,6 +181,14 @@ def load_measured(runs: Path = Path("runs")) -> dict[str, Measured]:
         one = Measured(**json.loads(path.read_text()))
         found[one.measure] = one
     return found
+
+
+def save_measured(path: Path, *, runs: Path = Path("runs")) -> None:
+    """Write what `load_measured` finds into one file, in the form of the example results."""
+    found = sorted(load_measured(runs).values(), key=lambda one: one.measure)
+    rounded = [{**asdict(one), "figures": {name: round(value, 6) for name, value in one.figures.items()}}
+               for one in found]  # fmt: skip
+    path.write_text("[\n" + ",\n".join(json.dumps(one) for one in rounded) + "\n]\n")
 
 
 def figure_text(value: float | None, unit: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from experiments.arms import ArmUnavailableError, arm_by_name
 from experiments.demo import compare
 from experiments.models import ModelSource, resolve_model
 from experiments.runs import Run
@@ -27,6 +28,7 @@ __all__ = [
     "Figures",
     "chat_rounds",
     "fp8_pages",
+    "lmcache_documents",
     "long_documents",
     "one_off_traffic",
     "overflowing_device",
@@ -87,30 +89,43 @@ class Bench:
 
 def long_documents(bench: Bench) -> Figures:
     """Documents, each asked about several times: TTFT, end-to-end time and hit rate of the repeated questions."""
-    workload = make_workload("long_document", bench.tokenizer, groups=bench.pick(3, 5), documents_per_group=1,
-                             document_tokens=bench.pick(2000, 6000), questions=3, max_tokens=16)  # fmt: skip
-    requests = bench.compare("long-documents", workload, ["none", "memory"]).requests
+    requests = bench.compare("long-documents", _documents(bench), ["none", "memory"]).requests
+    return _document_figures(requests, "memory")
+
+
+def lmcache_documents(bench: Bench) -> Figures:
+    """The same documents through LMCache itself: its server, its connector in vLLM, its own environment."""
+    lmcache = arm_by_name("lmcache")
+    if lmcache.missing:
+        raise ArmUnavailableError(lmcache.missing)
+    requests = bench.compare("lmcache-documents", _documents(bench), ["none", lmcache]).requests
+    return _document_figures(requests, "lmcache")
+
+
+def _documents(bench: Bench) -> Workload:
+    return make_workload("long_document", bench.tokenizer, groups=bench.pick(3, 5), documents_per_group=1,
+                         document_tokens=bench.pick(2000, 6000), questions=3, max_tokens=16)  # fmt: skip
+
+
+def _document_figures(requests: pl.DataFrame, arm: str) -> Figures:
     again = requests.filter(pl.col("phase") == "again")
     return {
-        **_reductions(again),
-        "ttft_times": _ratio(again, "ttft_s", "none", "memory"),
-        "duration_reduction": 1 - 1 / _ratio(requests, "e2e_s", "none", "memory"),
-        "hit_rate": _hit_rate(again, "memory"),
+        **_reductions(again, arm),
+        "ttft_times": _ratio(again, "ttft_s", "none", arm),
+        "duration_reduction": 1 - 1 / _ratio(requests, "e2e_s", "none", arm),
+        "hit_rate": _hit_rate(again, arm),
         "prompt_tokens": float(again["prompt_tokens"].median()),
     }
 
 
 def chat_rounds(bench: Bench) -> Figures:
-    """One conversation of ten rounds, chunks of 128 and of 256 tokens: hit rate, TTFT, and requests a second."""
+    """One conversation of ten rounds, whole chunks of 128 and of 256 tokens: hit rate, TTFT, and requests a second."""
     workload = make_workload("chat", bench.tokenizer, users=bench.pick(1, 3), rounds=10, max_tokens=8,
                              question_tokens=bench.pick(64, 128), answer_tokens=bench.pick(192, 384))  # fmt: skip
-    arms = [
-        "none",
-        *(
-            Arm(f"chunk_{tokens}", f"chunks of {tokens}", cache={"memory_bytes": "1GiB", "chunk_tokens": tokens})
-            for tokens in (128, 256)
-        ),
-    ]
+    # As in the caches that the claims are about, a hit ends with a chunk.
+    whole = {"memory_bytes": "1GiB", "partial_hits": False, "store_partial": False}
+    chunked = (Arm(f"chunk_{n}", f"whole chunks of {n}", cache={**whole, "chunk_tokens": n}) for n in (128, 256))
+    arms: list[str | Arm] = ["none", *chunked]
     requests = bench.compare("chat-rounds", workload, arms).requests
     fine, coarse = (_hit_rate(requests, f"chunk_{tokens}") for tokens in (128, 256))
     return {

@@ -18,13 +18,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Any
 
 from experiments.intervals import PERCENTILE_SAMPLES, percentile
+from experiments.router import SERVED_BY
 from experiments.workloads import Request
 from workbench.errors import CacheError, InvalidInputError
 
-__all__ = ["load_summary", "send_requests", "stream"]
+__all__ = ["ENGINE_NAME", "load_summary", "send_requests", "stream"]
+
+# What vLLM makes of a request's name: the server's words around `sent_as`, a number in process, and a suffix.
+ENGINE_NAME = r"^(?:cmpl-)?(.+?)(?:-0)?-[0-9a-f]{8}$"
 
 _REQUEST_SECONDS = 600.0
 
@@ -52,9 +57,11 @@ def send_requests(
         watch: Called with (done, total) after each request.
 
     Returns:
-        request_id, group, document, question, kind, prompt_tokens, scheduled_s and the times above in seconds,
-        itl_s (mean between tokens), output_tokens, cached_tokens, server_ttft_s and server_queue_s where the server
-        tells, token_ids, text, finish_reason, error ("" for an answer that is whole).
+        request_id, group, document, question, kind, prompt_tokens, sent_as (the name under which the server and its
+        engine know the request), scheduled_s and the times above in seconds, itl_s (mean between tokens),
+        output_tokens, cached_tokens, server_queue_s and server_ttft_s (from the end of its queue) where the server
+        tells, served_by (the server behind a router, "" without one), token_ids, text, finish_reason, error ("" for an
+        answer that is whole).
 
     Raises:
         InvalidInputError: An open loop without arrival times, or concurrency below 1.
@@ -65,7 +72,7 @@ def send_requests(
     places = concurrency if concurrency is not None else (len(requests) or 1) if open_loop else 1
     if places < 1:
         raise InvalidInputError(f"concurrency is {places}; at least 1 is needed")
-    load = _Load(list(requests), url.rstrip("/"), open_loop, places, model, cache_salt, watch)
+    load = _Load(list(requests), url.rstrip("/"), open_loop, places, model, cache_salt, watch, token_hex(4))
     return _in_its_own_loop(load.run)
 
 
@@ -78,6 +85,7 @@ class _Load:
     model: str | None
     cache_salt: str | None
     watch: Callable[[int, int], None]
+    name: str  # of this load: the same workload may be sent twice at the same time
 
     async def run(self) -> list[dict[str, Any]]:
         import aiohttp
@@ -90,12 +98,13 @@ class _Load:
             start = time.perf_counter()
 
             async def send(request: Request, scheduled: float) -> None:
+                name = f"{self.name}.{request.request_id}"
                 try:
                     body = _completion_body(request, model, self.cache_salt)
-                    timed = await stream(session, f"{self.url}/v1/completions", body, scheduled=scheduled)
+                    timed = await stream(session, f"{self.url}/v1/completions", body, scheduled=scheduled, name=name)
                 finally:
                     places.release()
-                rows.append({**_labels(request), "scheduled_s": scheduled - start, **timed})
+                rows.append({**_labels(request), "sent_as": name, "scheduled_s": scheduled - start, **timed})
                 self.watch(len(rows), len(self.requests))
 
             async with asyncio.TaskGroup() as group:
@@ -171,6 +180,7 @@ class _Answer:
     finish_reason: str | None = None
     usage: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    served_by: str = ""
     error: str = ""
 
     def take(self, chunk: Mapping[str, Any], now: float) -> None:
@@ -192,7 +202,8 @@ class _Answer:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
 
-async def stream(session: Any, url: str, body: Mapping[str, Any], *, scheduled: float | None = None) -> dict[str, Any]:
+async def stream(session: Any, url: str, body: Mapping[str, Any], *, scheduled: float | None = None,
+                 name: str = "") -> dict[str, Any]:  # fmt: skip
     """Send one request and time its streamed answer.
 
     Args:
@@ -200,6 +211,7 @@ async def stream(session: Any, url: str, body: Mapping[str, Any], *, scheduled: 
         url: Of /v1/completions or /v1/chat/completions.
         body: With "stream": true.
         scheduled: When it was due, as `time.perf_counter()` tells; now by default.
+        name: What the server shall call it; its own choice by default.
 
     Returns:
         queue_s, ttft_s, first_answer_s, itl_s, e2e_s, output_tokens, cached_tokens, ... as `send_requests` has them.
@@ -209,7 +221,8 @@ async def stream(session: Any, url: str, body: Mapping[str, Any], *, scheduled: 
     sent = time.perf_counter()
     scheduled, answer = sent if scheduled is None else scheduled, _Answer()
     try:
-        async with session.post(url, json=body) as response:
+        async with session.post(url, json=body, headers={"X-Request-Id": name} if name else {}) as response:
+            answer.served_by = response.headers.get(SERVED_BY, "")
             if response.status != 200:
                 answer.error = f"HTTP {response.status}: {(await response.text())[:500]}"
             else:
@@ -252,6 +265,7 @@ def _row(answer: _Answer, scheduled: float, sent: float, end: float) -> dict[str
         "cached_tokens": details.get("cached_tokens"),
         "server_ttft_s": _seconds(answer.metrics.get("time_to_first_token_ms")),
         "server_queue_s": _seconds(answer.metrics.get("queue_time_ms")),
+        "served_by": answer.served_by,
         "token_ids": answer.token_ids,
         "text": answer.text,
         "finish_reason": answer.finish_reason,

@@ -84,25 +84,18 @@ class _Engine:
     """A vLLM engine and what is read from it after each request."""
 
     def __init__(self, spec: dict[str, Any]):
-        if spec.get("append_path"):
+        if spec["append_path"]:
             sys.path.append(spec["append_path"])
+        options = dict(spec["arguments"])
+        if "kv_transfer_config" in options:
+            import workbench.connectors.vllm  # noqa: F401  lets vLLM start although another connector loads numba
+
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        options = dict(spec["vllm"])
-        if spec.get("cache") is not None:
-            options["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="WorkbenchConnector",
-                kv_connector_module_path="workbench.connectors.vllm",
-                kv_role="kv_both",
-                kv_load_failure_policy=spec.get("load_failure_policy", "recompute"),
-                kv_connector_extra_config=spec["cache"],
-            )
-        elif spec.get("kv_transfer") is not None:
-            import workbench.connectors.vllm  # noqa: F401  lets vLLM start although another connector loads numba
-
-            options["kv_transfer_config"] = KVTransferConfig(**spec["kv_transfer"])
-        self.llm = LLM(model=spec["model"], disable_log_stats=False, **options)
+        if "kv_transfer_config" in options:
+            options["kv_transfer_config"] = KVTransferConfig(**options["kv_transfer_config"])
+        self.llm = LLM(disable_log_stats=False, **options)
 
     def settings(self) -> dict[str, Any]:
         """What the engine says that it runs with, not what it was asked for."""

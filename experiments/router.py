@@ -3,21 +3,26 @@
     with Router([first.url, second.url]) as router:
         send_requests(requests, router.url)
         router.set_servers([second.url, third.url])         # rolling: the next request goes to the new pair
+        router.drain(first.url)                             # what the first one still answers is waited for
+        first.close()
 
-One request goes to one server, whole. A server that cannot be reached is passed over and the next one asked; once an
-answer has begun, its server's failure is the client's.
+One request goes to one server, whole; the answer's header `X-Served-By` names it. A server that cannot be reached is
+passed over and the next one asked; once an answer has begun, its server's failure is the client's.
 """
 
 import asyncio
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from workbench.errors import CacheError, InvalidInputError
 
-__all__ = ["Router"]
+__all__ = ["SERVED_BY", "Router"]
+
+SERVED_BY = "X-Served-By"
 
 _HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length")
 _START_SECONDS = 10.0
@@ -33,6 +38,7 @@ class Router:
 
     def __init__(self, servers: Sequence[str], *, port: int = 0):
         self.port, self.requests_by_server = port, Counter()
+        self._under_way: Counter[str] = Counter()
         self.set_servers(servers)
 
     @property
@@ -45,6 +51,18 @@ class Router:
             raise InvalidInputError("a router needs at least one server")
         self._servers = tuple(server.rstrip("/") for server in servers)
         self._turns = itertools.count()
+
+    def drain(self, server: str, *, timeout_s: float = 60.0) -> bool:
+        """Wait until no answer of a server is under way; False if one still is after that time.
+
+        A server that new requests still go to is not drained by waiting: call `set_servers` without it first.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._under_way[server.rstrip("/")]:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
 
     def start(self) -> "Router":
         """Listen. Raises CacheError if the port cannot be had."""
@@ -107,23 +125,26 @@ class Router:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP}
         for step in range(len(servers)):
             server = servers[(turn + step) % len(servers)]
+            self._under_way[server] += 1
             try:
                 answer = await self._session.request(request.method, server + str(request.rel_url), data=body,
                                                      headers=headers, allow_redirects=False)  # fmt: skip
+                self.requests_by_server[server] += 1
+                async with answer:
+                    return await _copied(request, answer, server)
             except aiohttp.ClientConnectorError:
                 continue
-            self.requests_by_server[server] += 1
-            async with answer:
-                return await _copied(request, answer)
+            finally:
+                self._under_way[server] -= 1
         return web.json_response({"error": f"none of {len(servers)} servers can be reached"}, status=502)
 
 
-async def _copied(request: Any, answer: Any) -> Any:
+async def _copied(request: Any, answer: Any, server: str) -> Any:
     """Hand an answer on piece by piece, as it comes."""
     from aiohttp import web
 
     headers = {name: value for name, value in answer.headers.items() if name.lower() not in _HOP_BY_HOP}
-    response = web.StreamResponse(status=answer.status, headers=headers)
+    response = web.StreamResponse(status=answer.status, headers={**headers, SERVED_BY: server})
     await response.prepare(request)
     async for piece in answer.content.iter_any():
         await response.write(piece)

@@ -18,22 +18,20 @@ import runpy
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import psutil
 
-from experiments.engine_process import engine_environment
 from experiments.ports import reserved_port
 from experiments.serving import EngineError
-from workbench.config import CacheConfig
+from experiments.vllm_process import VllmProcess
 from workbench.errors import InvalidInputError
 
 __all__ = ["Metrics", "Sample", "ServerProcess", "parse_metrics"]
@@ -89,44 +87,21 @@ def parse_metrics(text: str) -> Metrics:
 
 
 @dataclass
-class ServerProcess:
+class ServerProcess(VllmProcess):
     """A vLLM server. Use as a context manager, or call `start` and `close`.
 
     Args:
-        model: Folder or Hugging Face name.
-        cache: Settings of the KV-cache engine, or None without it.
-        prefix_caching: vLLM's own prefix cache on.
-        threads: Compute threads; all cores by default.
-        vllm: Further arguments of vLLM, as `vllm.LLM` takes them.
-        kv_transfer: Another connector's `KVTransferConfig` fields.
-        append_path: Searched for packages after the server's own.
+        ...: Those of `VllmProcess`.
         port: Port on 127.0.0.1; 0 for a free one.
-        log: File for what the server prints; a temporary one by default.
-
-    Raises:
-        InvalidInputError: Settings that cannot work; found before anything starts.
+        resettable: `reset` works. vLLM then answers on its development routes, too.
     """
 
-    model: str
-    cache: Mapping[str, Any] | None = None
-    prefix_caching: bool = False
-    threads: int = 0
-    vllm: Mapping[str, Any] = field(default_factory=dict)
-    kv_transfer: Mapping[str, Any] | None = None
-    append_path: str | None = None
     port: int = 0
-    log: Path | None = None
+    resettable: bool = False
 
     def __post_init__(self):
-        self.start_seconds = 0.0
-        self._process: subprocess.Popen | None = None
+        super().__post_init__()
         self._lifeline: int | None = None  # its closing tells the server that this process is gone
-        if self.cache is not None:
-            CacheConfig(**self.cache)
-        if self.log is None:
-            handle, name = tempfile.mkstemp(prefix="kvworkbench-server-", suffix=".log")
-            os.close(handle)
-            self.log = Path(name)
 
     @property
     def url(self) -> str:
@@ -179,8 +154,8 @@ class ServerProcess:
             "kv_cache_dtype": config.get("cache_dtype"),
             "num_blocks": int(config["num_gpu_blocks"]),
             "prefix_caching": config["enable_prefix_caching"] == "True",
-            "threads": int(self._environment()["OMP_NUM_THREADS"]),
-            "thread_binding": self._environment()["VLLM_CPU_OMP_THREADS_BIND"],
+            "threads": int(self.environment()["OMP_NUM_THREADS"]),
+            "thread_binding": self.environment()["VLLM_CPU_OMP_THREADS_BIND"],
         }
 
     def status(self) -> dict[str, Any]:
@@ -205,6 +180,15 @@ class ServerProcess:
                 found[transfer + ending] = int(value)
         used = (s for s in metrics.samples if s.name == "vllm:kvworkbench_tier_used_bytes")
         return {**found, "tier_used_bytes": {sample.labels["tier"]: int(sample.value) for sample in used}}
+
+    def reset(self) -> bool:
+        """Forget what the server's caches hold, so that the next prompt is cold; False if something is still in use.
+
+        Raises:
+            EngineError: The server is not `resettable`, or does not answer.
+        """
+        request = Request(f"{self.url}/reset_prefix_cache?reset_external=true", method="POST")
+        return bool(json.loads(self._answer(request))["success"])
 
     def wait(self) -> int:
         """Wait until the server ends by itself; returns its exit status."""
@@ -247,11 +231,11 @@ class ServerProcess:
             "experiments.server",
             str(to_server),
             self.append_path or "",
-            *self._arguments(),
+            *self._command_line(),
         ]
         with open(self.log, "a") as log:
             self._process = subprocess.Popen(command, pass_fds=(to_server,), stdin=subprocess.DEVNULL, stdout=log,
-                                             stderr=log, env=self._environment(), cwd=Path(__file__).parent.parent,
+                                             stderr=log, env=self.environment(), cwd=Path(__file__).parent.parent,
                                              start_new_session=True)  # fmt: skip
         os.close(to_server)
 
@@ -269,30 +253,22 @@ class ServerProcess:
         return "\n".join(list(named)[:most] or lines[-most:])
 
     def _get(self, path: str) -> str:
+        return self._answer(Request(self.url + path))
+
+    def _answer(self, request: Request) -> str:
         try:
-            with urlopen(self.url + path, timeout=_HTTP_SECONDS) as answer:
+            with urlopen(request, timeout=_HTTP_SECONDS) as answer:
                 return answer.read().decode()
         except OSError as error:
-            raise EngineError(f"{self.url}{path} does not answer: {error} (log: {self.log})") from None
+            raise EngineError(f"{request.full_url} does not answer: {error} (log: {self.log})") from None
 
-    def _arguments(self) -> list[str]:
-        options = {"enforce_eager": True, "seed": 0, "enable_prompt_tokens_details": True, **self.vllm,
-                   "enable_prefix_caching": self.prefix_caching}  # fmt: skip
-        if self.cache is not None:
-            options["kv_transfer_config"] = {
-                "kv_connector": "WorkbenchConnector",
-                "kv_connector_module_path": "workbench.connectors.vllm",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": {k: str(v) if isinstance(v, Path) else v for k, v in self.cache.items()},
-            }
-        elif self.kv_transfer is not None:
-            options["kv_transfer_config"] = self.kv_transfer
-        arguments = ["--model", str(self.model), "--host", "127.0.0.1", "--port", str(self.port)]
-        return arguments + [part for name, value in options.items() for part in _argument(name, value)]
+    def _command_line(self) -> list[str]:
+        options = {**self.arguments(), "enable_prompt_tokens_details": True, "host": "127.0.0.1", "port": self.port}
+        return [part for name, value in options.items() for part in _argument(name, value)]
 
-    def _environment(self) -> dict[str, str]:
-        return engine_environment(self.threads, self.vllm)
+    def environment(self) -> dict[str, str]:
+        """Environment of the process."""
+        return {**super().environment(), **({"VLLM_SERVER_DEV_MODE": "1"} if self.resettable else {})}
 
 
 def _family(pid: int) -> list[psutil.Process]:

@@ -15,25 +15,24 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.arms import ARMS, Arm, ArmUnavailableError, arm_by_name, ready
-from experiments.engine_process import engine_environment
-from workbench.config import CacheConfig
+from experiments.arms import ARMS, Arm, ArmUnavailableError, arm_by_name, hit_step_tokens, ready
+from experiments.vllm_process import VllmProcess
 from workbench.errors import CacheError, InvalidInputError
 
-__all__ = ["ARMS", "Arm", "Comparison", "EngineError", "EngineProcess", "Progress", "arm_by_name", "drop_file_cache"]
+__all__ = ["ARMS", "SHORT_PROMPT", "Arm", "Comparison", "EngineError", "EngineProcess", "Progress", "arm_by_name",
+           "drop_file_cache"]  # fmt: skip
 
-_SHORT_PROMPT = np.arange(1, 40)  # less than a block: no arm stores or finds it
+SHORT_PROMPT = np.arange(1, 40)  # for steps that are not measured; shares nothing with what is
 
 # What a request has to show for itself when its engine failed.
 _NO_ANSWER = {
@@ -46,45 +45,12 @@ class EngineError(CacheError):
     """An engine process failed; the message holds what it said last."""
 
 
-@dataclass
-class EngineProcess:
-    """A vLLM engine in its own process. Use as a context manager, or call `start` and `close`.
-
-    Args:
-        model: Folder or Hugging Face name.
-        cache: Settings of the KV-cache engine, or None without it.
-        prefix_caching: vLLM's own prefix cache on.
-        threads: Compute threads.
-        vllm: Further arguments of `vllm.LLM`.
-        kv_transfer: Another connector's `KVTransferConfig` fields.
-        load_failure_policy: What vLLM does when a load fails: "recompute" or "fail".
-        append_path: Searched for packages after the engine's own: where another connector's package lies.
-        log: File for what the process prints; a temporary one by default.
-
-    Raises:
-        InvalidInputError: Settings that cannot work; found before anything starts.
-    """
-
-    model: str
-    cache: Mapping[str, Any] | None = None
-    prefix_caching: bool = False
-    threads: int = 0
-    vllm: Mapping[str, Any] = field(default_factory=dict)
-    kv_transfer: Mapping[str, Any] | None = None
-    load_failure_policy: str = "recompute"
-    append_path: str | None = None
-    log: Path | None = None
+class EngineProcess(VllmProcess):
+    """A vLLM engine in its own process. Use as a context manager, or call `start` and `close`."""
 
     def __post_init__(self):
+        super().__post_init__()
         self.settings: dict[str, Any] = {}
-        self.start_seconds = 0.0
-        self._process: subprocess.Popen | None = None
-        if self.cache is not None:
-            CacheConfig(**self.cache)
-        if self.log is None:
-            handle, name = tempfile.mkstemp(prefix="kvworkbench-engine-", suffix=".log")
-            os.close(handle)
-            self.log = Path(name)
 
     def start(self) -> "EngineProcess":
         """Start the process and wait until the engine is ready."""
@@ -94,13 +60,12 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.engine_process", str(to_child[0]), str(to_parent[1])],
                 pass_fds=(to_child[0], to_parent[1]), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=engine_environment(self.threads, self.vllm), cwd=Path(__file__).parent.parent,
-                start_new_session=True,
+                env=self.environment(), cwd=Path(__file__).parent.parent, start_new_session=True,
             )  # fmt: skip
         os.close(to_child[0])
         os.close(to_parent[1])
         self._requests, self._answers = os.fdopen(to_child[1], "w"), os.fdopen(to_parent[0], "r")
-        self.settings = self._ask(self._spec())["settings"]
+        self.settings = self._ask({"arguments": self.arguments(), "append_path": self.append_path})["settings"]
         self.start_seconds = time.perf_counter() - began
         return self
 
@@ -159,12 +124,6 @@ class EngineProcess:
 
     def _last_words(self, lines: int = 15) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def _spec(self) -> dict[str, Any]:
-        options = {"enforce_eager": True, "enable_prefix_caching": self.prefix_caching, "seed": 0, **self.vllm}
-        cache = None if self.cache is None else {k: str(v) if isinstance(v, Path) else v for k, v in self.cache.items()}
-        return {"model": self.model, "vllm": options, "cache": cache, "kv_transfer": self.kv_transfer,
-                "load_failure_policy": self.load_failure_policy, "append_path": self.append_path}  # fmt: skip
 
 
 def drop_file_cache(folder: Path) -> int:
@@ -230,7 +189,7 @@ class Comparison:
         self._starts = dict.fromkeys((arm.name for arm in self.arms), 0)
         self._started = time.perf_counter()
         self._done = 0
-        self._bounds: dict[str, tuple[int, int]] = {}
+        self._bounds: dict[int, dict[str, int]] = {}
         self._turns = itertools.count()
 
     def run(self) -> list[dict[str, Any]]:
@@ -296,7 +255,7 @@ class Comparison:
         self._engines[arm.name] = engine.start()
         self._check_settings(arm, engine.settings)
         self.settings[arm.name] = {**engine.settings, "cache": dict(arm.cache or {})}
-        engine.generate(_SHORT_PROMPT, max_tokens=2)  # loads code paths; request 0 of each start, in no statistics
+        engine.generate(SHORT_PROMPT, max_tokens=2)  # loads code paths; request 0 of each start, in no statistics
 
     def _check_settings(self, arm: Arm, settings: dict[str, Any]) -> None:
         """What runs must be what was asked for, or the comparison is of something else."""
@@ -316,7 +275,7 @@ class Comparison:
         try:
             answer = engine.generate(request.token_ids, max_tokens=request.max_tokens)
             if arm.deferred_stores:
-                engine.generate(_SHORT_PROMPT, max_tokens=1)  # makes the connector do its stores; not timed
+                engine.generate(SHORT_PROMPT, max_tokens=1)  # makes the connector do its stores; not timed
         except EngineError as error:
             answer = {**_NO_ANSWER, "error": str(error)}
         return self._row(arm, request, answer)
@@ -324,7 +283,8 @@ class Comparison:
     def _row(self, arm: Arm, request: Any, answer: dict[str, Any]) -> dict[str, Any]:
         counters = answer.pop("counters")
         answer["engine_request"] = f"{self._starts[arm.name] - 1}:{answer['engine_request']}"
-        bound, most = self._upper_bound(request)
+        step = hit_step_tokens(arm.cache, int(self.settings[arm.name]["block_size"]))
+        bound, most = self._upper_bounds(step)[request.request_id], self._upper_bounds(1)[request.request_id]
         if answer["cached_tokens"] > most:
             answer["error"] = f"contaminated: {answer['cached_tokens']} tokens found where {most} were sent before"
         return {
@@ -338,14 +298,13 @@ class Comparison:
             "error": "" if answer["finish_reason"] != "error" else "finish_reason error", **answer,
         }  # fmt: skip
 
-    def _upper_bound(self, request: Any) -> tuple[int, int]:
-        """Tokens that the request can hit in chunks of the default size, and in chunks of one token."""
-        if not self._bounds:
+    def _upper_bounds(self, step: int) -> dict[str, int]:
+        """Tokens that each request can hit at most, in steps of so many."""
+        if step not in self._bounds:
             names = [request.request_id for request in self.workload.requests]
-            chunks = self.workload.upper_bound_hit_tokens(int(CacheConfig().chunk_tokens)).tolist()
-            single = self.workload.upper_bound_hit_tokens(1).tolist()
-            self._bounds = dict(zip(names, zip(chunks, single, strict=True), strict=True))
-        return self._bounds[request.request_id]
+            found = self.workload.upper_bound_hit_tokens(step).tolist()
+            self._bounds[step] = dict(zip(names, found, strict=True))
+        return self._bounds[step]
 
     def _events_path(self, arm: Arm, start: int) -> Path:
         return self.folder / f"events-{arm.name}-{start}.jsonl"

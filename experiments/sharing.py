@@ -14,16 +14,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 
-from experiments.arms import arm_by_name, ready
+from experiments.arms import arm_by_name, hit_step_tokens, ready
 from experiments.cache_state import read_events
 from experiments.demo import engine_room, shared_tokens
 from experiments.environment import describe_environment
 from experiments.models import ModelSource, resolve_model
 from experiments.runs import RUNS_FOLDER, Run, new_run_folder, requests_frame
-from experiments.serving import EngineProcess, Progress
+from experiments.serving import SHORT_PROMPT, EngineProcess, Progress
 from experiments.workloads import Request, Workload, make_workload
 from workbench.errors import InvalidInputError
 
@@ -31,7 +30,6 @@ __all__ = ["share"]
 
 _MEMORY = "256MiB"  # of each engine's own
 _WRITTEN_SECONDS = 10.0  # that the shared tier may lag behind engine A's last answer
-_SHORT_PROMPT = np.arange(1, 40)  # less than a chunk: nothing of it is stored
 
 
 def share(model: str | ModelSource = "smollm2", workload: Workload | None = None, *, tier: str = "redis",
@@ -99,7 +97,7 @@ class _Sharing:
     def ask(self, engine: EngineProcess, name: str, requests: list[Request], arm: str, label: str) -> None:
         """Ask every request, one after another, as one arm."""
         if not self._read[name]:
-            engine.generate(_SHORT_PROMPT, max_tokens=2)  # loads code paths; in no statistics
+            engine.generate(SHORT_PROMPT, max_tokens=2)  # loads code paths; in no statistics
             self._new_events(name)
         for request in requests:
             total = sum(r.question < 3 for r in self.workload.requests)
@@ -113,7 +111,7 @@ class _Sharing:
         stored = pl.col("kind").is_in(["store", "dedup"])
         wanted = self.events[-1].filter(stored, pl.col("tier") == "memory").height
         while time.monotonic() < deadline:
-            engine.generate(_SHORT_PROMPT, max_tokens=1)
+            engine.generate(SHORT_PROMPT, max_tokens=1)
             self.events.append(_numbered(self._new_events("a"), "a").with_columns(pl.lit("computed").alias("arm")))
             if pl.concat(self.events).filter(stored, pl.col("tier") == tier).height >= wanted:
                 return
@@ -142,14 +140,14 @@ class _Sharing:
             "arm": arm, "arm_label": label, "order": len(self.rows), "repeat": 0, "request_id": request.request_id,
             "group": request.group, "document": str(request.document), "question": request.text or "",
             "phase": "again" if request.question else "first", "prompt_tokens": len(request.token_ids),
-            "expected_hit_tokens": self._bound(request, int(engine.settings["chunk_tokens"])),
+            "expected_hit_tokens": self._bound(request, hit_step_tokens(engine.cache, int(engine.settings["block_size"]))),
             "output_tokens": len(answer["token_ids"]), "local_hit_tokens": int(counters["vllm:prefix_cache_hits"]),
             "external_hit_tokens": int(counters["vllm:external_prefix_cache_hits"]), "error": "", **answer,
         }  # fmt: skip
 
-    def _bound(self, request: Request, chunk_tokens: int) -> int:
+    def _bound(self, request: Request, step_tokens: int) -> int:
         if not self._bounds:
-            found = self.workload.upper_bound_hit_tokens(chunk_tokens).tolist()
+            found = self.workload.upper_bound_hit_tokens(step_tokens).tolist()
             self._bounds = {r.request_id: bound for r, bound in zip(self.workload.requests, found, strict=True)}
         return self._bounds[request.request_id]
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 from typer.testing import CliRunner
 
-from experiments import claims_measures
+from experiments import claims_measures, claims_runs
 from experiments.claims import (
     EXAMPLE_RESULTS,
     Measured,
@@ -16,6 +16,7 @@ from experiments.claims import (
     figure_text,
     load_measured,
     run_claims,
+    save_measured,
     verdict_of,
 )
 from experiments.claims_list import CLAIMS
@@ -76,6 +77,7 @@ def test_the_table_has_a_verdict_in_every_row():
     measured = table.filter(table["verdict"] != "not testable here")
     assert measured.height >= 25 and (measured["measured"] != "–").all() and (measured["when"] != "").all()
     assert set(measured["kind"]) == {"measured", "simulated"}
+    assert max(one.seconds for one in load_measured(EXAMPLE_RESULTS.parent / "none").values()) < 600, "each alone"
     assert (table.filter(table["verdict"] == "not testable here")["how"] != "").all()
 
 
@@ -97,6 +99,22 @@ def test_results_are_stored_and_found_again_before_the_examples(tmp_path):
     worse = asdict(found) | {"figures": {"lru_second_pass": 0.4}}
     (tmp_path / "claims" / "overflowing_loop.json").write_text(json.dumps(worse))
     assert claims_table(["lru_thrash"], runs=tmp_path)["verdict"][0] == "not reproduced"
+
+
+def test_figures_are_kept_in_one_file_beside_those_that_were_there(tmp_path):
+    run_claims(["lru_thrash"], Bench(runs=tmp_path))
+    save_measured(tmp_path / "all.json", runs=tmp_path)
+    kept = {one["measure"]: Measured(**one) for one in json.loads((tmp_path / "all.json").read_text())}
+    assert set(kept) == {"overflowing_loop", *load_measured(tmp_path / "none")}
+    assert kept["overflowing_loop"].provenance == load_measured(tmp_path)["overflowing_loop"].provenance
+
+
+def test_lmcache_itself_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.delenv("KVWORKBENCH_LMCACHE_PYTHON", raising=False)
+    names = [claim.name for claim in CLAIMS if claim.measure is claims_runs.lmcache_documents]
+    (found,) = run_claims(names, Bench(runs=tmp_path))
+    assert len(names) >= 3 and "KVWORKBENCH_LMCACHE_PYTHON" in found.error and found.seconds < 5
+    assert set(claims_table(names, runs=tmp_path)["verdict"]) == {"not testable here"}
 
 
 def test_a_measure_that_cannot_run_here_gives_its_reason(tmp_path, monkeypatch):

@@ -195,6 +195,54 @@ def test_open_loop_sends_when_due_and_counts_waiting_from_there():
         assert row["queue_s"] >= n * SECONDS and row["ttft_s"] >= (n + 1) * SECONDS, "waiting counts from the due time"
 
 
+def test_a_stall_delays_every_request_that_was_due_in_it():
+    """Coordinated omission: a client that waits for the answer before it sends would see one slow request of twelve."""
+
+    class Stalling(Server):
+        async def answer(self, request):
+            async with self._slots:
+                await asyncio.sleep(0.6 if not self.seen else 0.0)
+            return await super().answer(request)
+
+    quick = [(0.0, event(choices=[{"text": "a", "token_ids": [1]}]) + USAGE + DONE)]
+    due = [0.04 * n for n in range(12)]
+    rows = send(Stalling(quick, slots=1), requests(12, due), open_loop=True)
+    assert [row["scheduled_s"] for row in rows] == pytest.approx(due)
+    assert all(row["ttft_s"] >= 0.6 - at - 0.01 for at, row in zip(due, rows, strict=True)), "from when it was due"
+    assert percentile([row["ttft_s"] for row in rows], 50) > 0.3
+
+    closed = send(Stalling(quick, slots=1), requests(12))
+    assert sum(row["ttft_s"] > 0.3 for row in closed) == 1, "what a closed loop cannot see"
+
+
+def test_a_client_that_falls_behind_counts_its_own_lateness():
+    stalled = []
+
+    def stall(done, total):
+        if not stalled:
+            stalled.append(done)
+            time.sleep(0.5)  # in the client's own loop
+
+    quick = [(0.0, event(choices=[{"text": "a", "token_ids": [1]}]) + USAGE + DONE)]
+    rows = send(Server(quick), requests(4, [0.0, 0.2, 0.25, 0.3]), open_loop=True, watch=stall)
+    assert [row["scheduled_s"] for row in rows] == pytest.approx([0.0, 0.2, 0.25, 0.3])
+    for row in rows[1:]:
+        assert row["queue_s"] >= 0.5 - row["scheduled_s"] - 0.01 and row["ttft_s"] > row["queue_s"]
+
+
+def test_a_request_has_a_name_of_its_own_that_the_server_sees():
+    class Naming(Server):
+        async def answer(self, request):
+            names.append(request.headers["X-Request-Id"])
+            return await super().answer(request)
+
+    names = []
+    first, again = (send(Naming(ANSWER), requests(2), concurrency=2) for _ in range(2))
+    assert sorted(names[:2]) == [row["sent_as"] for row in first]
+    assert sorted(names[2:]) == [row["sent_as"] for row in again] and len(set(names)) == 4
+    assert [name.partition(".")[2] for name in sorted(names[:2])] == ["r0", "r1"] and first[0]["served_by"] == ""
+
+
 def test_salt_progress_and_mistakes():
     server, seen = Server(ANSWER), []
     send(server, requests(2), cache_salt="cell 3", watch=lambda *step: seen.append(step))
@@ -251,13 +299,21 @@ def test_router_takes_turns_passes_over_the_dead_and_streams():
             with Router([one, "http://127.0.0.1:9", two]) as router:
                 rows = await asyncio.to_thread(send_requests, requests(8), router.url)
                 assert not any(row["error"] for row in rows)
-                assert set(router.requests_by_server) == {one, two}
+                assert set(router.requests_by_server) == {one, two} == {row["served_by"] for row in rows}
                 early = [row for row in rows if row["text"] == "ba"]
                 assert early and all(row["ttft_s"] < SECONDS <= row["e2e_s"] for row in early), (
                     "chunks are not held back"
                 )
+                router.set_servers([one])
                 seen = len(first.seen)
+                last = asyncio.create_task(asyncio.to_thread(send_requests, requests(1), router.url))
+                while len(first.seen) == seen:
+                    await asyncio.sleep(0.01)
                 router.set_servers([two])
+                assert not router.drain(one, timeout_s=0), "an answer is under way"
+                assert await asyncio.to_thread(router.drain, one)
+                assert not (await last)[0]["error"]
+                seen = len(first.seen)
                 await asyncio.to_thread(send_requests, requests(2), router.url)
                 assert len(first.seen) == seen
                 router.set_servers(["http://127.0.0.1:9"])

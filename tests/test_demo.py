@@ -65,7 +65,7 @@ def test_events_belong_to_arms_and_requests(run):
     warm = run.requests.filter((pl.col("arm") == "disk") & (pl.col("phase") == "again"))
     assert all(name.startswith("1:") for name in warm["engine_request"]), "asked after the restart"
     of_warm = loads.filter((pl.col("arm") == "disk") & pl.col("request").is_in(warm["engine_request"].to_list()))
-    assert of_warm["tokens"].sum() == 1024 and set(of_warm["tier"]) == {"disk"}
+    assert 0 <= of_warm["tokens"].sum() - warm["cached_tokens"].sum() < 256 * len(warm) and set(of_warm["tier"]) == {"disk"}
     assert run.events.filter(pl.col("request").str.ends_with(":0")).is_empty(), "warm-up is in no statistic"
 
 

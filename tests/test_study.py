@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from experiments.study import Study, list_studies
-from experiments.study_cells import CellRunner, mismatches
-from experiments.study_points import BayesianSearch, in_blocks, make_cell, space_points
-from experiments.study_store import StudyStatus, StudyStore
-from experiments.study_texts import EXAMPLE
+from experiments.study.cells import CellRunner, mismatches
+from experiments.study.points import BayesianSearch, in_blocks, make_cell, space_points
+from experiments.study.store import StudyStatus, StudyStore
+from experiments.study.texts import EXAMPLE
 from workbench.errors import InvalidInputError, UnknownNameError
 
 TRACE = {"trace": "chat", "trace.sessions": 8}
@@ -387,7 +387,7 @@ def test_a_worker_that_dies_in_a_cell_is_replaced_and_the_row_says_so(tmp_path):
     study = make_study(tmp_path, space={"policy": [slow_policy(tmp_path, 0.004)]},
                        fixed={**TRACE, "capacity_chunks": 40})  # fmt: skip
     process = run_until(study, 0)
-    worker = wait_for(lambda: [p for p in descendants(process.pid) if "experiments.study_cells" in p.cmdline()])[0]
+    worker = wait_for(lambda: [p for p in descendants(process.pid) if "experiments.study.cells" in p.cmdline()])[0]
     wait_for(lambda: study.status().current and "slow" in study.status().current)
     worker.send_signal(signal.SIGKILL)
     assert process.wait(60) == 0
@@ -410,7 +410,7 @@ def test_an_interrupt_ends_the_workers_and_the_study_goes_on_from_there(tmp_path
 
 
 def test_a_worker_that_dies_idle_costs_no_cell_and_rows_stay_with_their_cells(tmp_path):
-    from experiments.study_executors import LocalWorkers
+    from experiments.study.executors import LocalWorkers
 
     study = make_study(tmp_path, space={"policy": ["lru", "fifo"]}, fixed={**TRACE, "capacity_chunks": 50})
     first, second = study.cells()
@@ -423,7 +423,7 @@ def test_a_worker_that_dies_idle_costs_no_cell_and_rows_stay_with_their_cells(tm
         workers.give(0, first, [])
         ((place, row),) = answer()
         assert place == 0 and row["effective"]["policy"] == "Lru()"
-        (process,) = [p for p in descendants(os.getpid()) if "experiments.study_cells" in p.cmdline()]
+        (process,) = [p for p in descendants(os.getpid()) if "experiments.study.cells" in p.cmdline()]
         process.kill()
         assert not workers.wait(1.0), "nobody waits for an idle worker"
         workers.give(0, second, [])

@@ -17,6 +17,7 @@ from experiments.plots.hit_rate_by_chunk import hit_rate_by_chunk_data
 from experiments.plots.hit_rate_heatmap import hit_rate_heatmap_data
 from experiments.plots.parallel_coordinates import parallel_coordinates_data
 from experiments.plots.pareto import pareto_data
+from experiments.plots.ttft_by_rate import ttft_by_rate_data
 from experiments.plots.ttft_ecdf import ttft_ecdf_data
 from experiments.plots.ttft_waterfall import ttft_waterfall_data
 from experiments.study import Study
@@ -258,6 +259,62 @@ def test_the_marks_stand_on_the_steps(cells, requests):
                 curve = curves[trace.legendgroup]
                 at = [share for t, share in zip(curve.x, curve.y, strict=True) if t <= time]
                 assert max(at) >= percent and time in curve.x
+
+
+# --- load
+
+
+@pytest.fixture(scope="module")
+def loaded() -> pl.DataFrame:
+    """Requests of a made-up study under load: with reuse a request takes 0.1 s, without it 0.5 s, one at a time."""
+    rows = []
+    for arm, takes in (("none", 0.5), ("memory", 0.1)):
+        for rate in (1.0, 4.0):
+            for repeat in range(2):
+                free = 0.0
+                for number in range(30):
+                    due = number / rate
+                    start, free = max(due, free), max(due, free) + takes
+                    rows.append({"cell": f"{arm}-{rate}-{repeat}", "request_rate": rate, "arm": arm, "model": "made-up",
+                                 "repeat": repeat, "arm_label": f"{arm}!", "scheduled_s": due, "ttft_s": free - due,
+                                 "queue_s": start - due, "e2e_s": free - due, "error": ""})  # fmt: skip
+    return pl.DataFrame(rows)
+
+
+def test_ttft_by_rate_has_percentiles_and_says_who_kept_up(loaded):
+    data = {(row["arm"], row["request_rate"]): row for row in ttft_by_rate_data(loaded).to_dicts()}
+    assert set(data) == {(arm, rate) for arm in ("none", "memory") for rate in (1.0, 4.0)}
+    assert {key for key, row in data.items() if not row["kept_up"]} == {("none", 4.0)}, "two a second are its most"
+    for row in data.values():
+        assert row["n"] == 60 and row["failed"] == 0 and row["p95"] is not None and row["p99"] is None
+    assert data["memory", 4.0]["p50"] == pytest.approx(0.1) and data["memory", 4.0]["queue_p50"] == 0
+    assert data["none", 4.0]["answered_per_s"] == pytest.approx(2.0)
+    waits = [0.5 * (n + 1) - n / 4 for n in range(30)]
+    assert data["none", 4.0]["p50"] == pytest.approx(statistics.median(waits)), "waiting counts"
+    broken = loaded.with_columns(error=pl.when(pl.col("scheduled_s") == 1.0).then(pl.lit("gone")).otherwise("error"))
+    assert set(ttft_by_rate_data(broken)["failed"]) == {2} and set(ttft_by_rate_data(broken)["n"]) == {58}
+    assert ttft_by_rate_data(loaded.drop("request_rate")).is_empty()
+
+
+@pytest.mark.parametrize("template", ["light", "dark"])
+def test_ttft_by_rate_draws_a_median_and_a_high_percentile_with_open_marks(loaded, cells, template):
+    figure = plot_study("ttft_by_rate", cells, loaded, template=template)
+    lines = {trace.name: trace for trace in figure.data}
+    assert set(lines) == {f"{arm}!, {what}" for arm in ("none", "memory") for what in ("median", "p95")}
+    assert [symbol.endswith("-open") for symbol in lines["none!, median"].marker.symbol] == [False, True]
+    assert not any(symbol.endswith("-open") for symbol in lines["memory!, median"].marker.symbol)
+    assert "n = 60 requests a point" in figure.layout.title.subtitle.text and figure.layout.width is None
+    assert titles(figure) == ["requests that come (1/s, log scale)", "time to first token (log scale)"]
+    assert "2 are answered" in lines["none!, median"].hovertext[1] and "0 failed" in lines["none!, median"].hovertext[1]
+    more = loaded.with_columns(threads=pl.when(pl.col("repeat") == 0).then(1).otherwise(2))
+    more = more.select("cell", "threads", pl.all().exclude("cell", "threads"))
+    names = [trace.name for trace in plot_study("ttft_by_rate", cells, more, template=template).data]
+    assert "none!, threads 2, median" in names and len(set(names)) == len(names) == 8
+    few = loaded.group_by("cell", maintain_order=True).head(3)
+    assert [trace.name for trace in plot_study("ttft_by_rate", cells, few).data] == ["none!, median", "memory!, median"]
+
+
+# --- waterfall
 
 
 def test_the_waterfall_adds_up_and_a_lookup_is_taken_from_the_queue():

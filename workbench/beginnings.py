@@ -36,9 +36,12 @@ class Beginnings:
     def __len__(self) -> int:
         return len(self._places)
 
+    def __contains__(self, key: bytes | None) -> bool:
+        return key in self._places
+
     def touch(self, key: bytes) -> bool:
         """Make a chunk the latest; whether it is known."""
-        known = key in self._places
+        known = key in self
         if known:
             self._places.move_to_end(key)
         return known
@@ -54,7 +57,7 @@ class Beginnings:
 
     def discard(self, key: bytes) -> None:
         """Forget a chunk, if it is known."""
-        if key not in self._places:
+        if key not in self:
             return
         parent, row = self._places.pop(key)
         rows = self._rows[parent]

@@ -167,14 +167,18 @@ class ControlPlane:
 
     def _tail(self, chain: ChunkChain, number: int) -> Chunk | None:
         """The longest stored tail whose tokens come next behind the first `number` chunks, or None."""
-        stops = self._tails.get(chain.parent(number), ()) if self._tails else ()
+        stops = self._tails.get(chain.parent(number), {}) if self._tails else {}
         for stop in sorted(stops, reverse=True):
-            if stop <= chain.num_tokens:
+            if stop <= chain.num_tokens and not self._all_known(stops.get(stop, ())):
                 tail = chain.part(number, stop)
                 entry = self.index.find(tail.key)
                 if entry >= 0 and self.index.resident[entry] & self._own & ~self._away():
                     return tail
         return None
+
+    def _all_known(self, tails: Collection[int]) -> bool:
+        """Whether the tokens of all these tails can be compared, so that no key has to be hashed to find them."""
+        return self._beginnings is not None and all(self.index.keys[e] in self._beginnings for e in list(tails))
 
     def _away(self) -> int:
         """Levels, as bits, whose breaker was seen open a moment ago: what lies only there is no hit for now."""

@@ -39,17 +39,25 @@ def share(
     model: Annotated[str, typer.Option(help="What `kvworkbench models` takes.")] = "smollm2",
     tier: Annotated[str, typer.Option(help="redis (a server is started) or object_store (local files).")] = "redis",
     threads: Annotated[int, typer.Option(help="Compute threads of each engine; 0 for all cores.")] = 0,
+    rolling: Annotated[
+        bool, typer.Option("--rolling", help="Two servers behind a router; one is replaced while requests run.")
+    ] = False,
     runs: RunsFolder = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """Two real vLLM engines over one shared tier: what one computes, the other loads.
 
-    Example: `kvworkbench share --tier redis`
+    With --rolling the exit code is 1 if a request failed while a server was replaced.
+
+    Examples: `kvworkbench share --tier redis`, `kvworkbench share --rolling`
     """
     import polars as pl
 
     from experiments.sharing import share as share_engines
 
+    if rolling:
+        _roll(model, tier, threads, runs, as_json)
+        return
     with Bar() as bar:
         run = share_engines(model, tier=tier, runs=runs, threads=threads, watch=bar.show)
     rows = run.requests.group_by("arm", "arm_label", maintain_order=True).agg(
@@ -59,3 +67,22 @@ def share(
     print_rows(rows.to_dicts(), as_json)
     if not as_json:
         console.print(f"run     {run.folder}", highlight=False)
+
+
+def _roll(model: str, tier: str, threads: int, runs: Path, as_json: bool) -> None:
+    from experiments.rolling import roll
+    from workbench.errors import InvalidInputError
+
+    if tier != "redis":
+        raise InvalidInputError(f"--rolling with --tier {tier}: servers that are replaced share Redis")
+    with Bar() as bar:
+        run = roll(model, runs=runs, threads=threads, watch=bar.show)
+    found = run.environment["rolling"]
+    rows = [
+        {"server": server, "answered": answered, "found_of_others_tokens": found["found_of_others"].get(server, 0)}
+        for server, answered in found["answered"].items()
+    ]
+    print_rows(rows, as_json)
+    if not as_json:
+        console.print(f"{found['failed']} of {found['requests']} requests failed; run {run.folder}", highlight=False)
+    raise typer.Exit(1 if found["failed"] else 0)

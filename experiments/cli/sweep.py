@@ -34,7 +34,7 @@ def sweep(
     Examples: `kvworkbench sweep --example > study.yaml`, `kvworkbench sweep study.yaml`,
     `kvworkbench sweep --resume runs/20260101-120000-study-chunks-ab12`
     """
-    from experiments.study_texts import EXAMPLE
+    from experiments.study.texts import EXAMPLE
 
     if example:
         print(EXAMPLE, end="")
@@ -131,8 +131,8 @@ def _print_result(study: "Study", as_json: bool) -> None:
     if as_json:
         print_rows(frame.to_dicts(), as_json)
         return
-    main = [name for name in ("hit_rate", "ttft_s", "ttft_warm_s", "ttft_cold_s", "load_s", "evictions", "speedup")
-            if name in frame.columns]  # fmt: skip
+    main = [name for name in ("hit_rate", "ttft_s", "ttft_warm_s", "ttft_cold_s", "load_s", "evictions", "speedup",
+                              "requests_per_s") if name in frame.columns]  # fmt: skip
     print_rows(frame.select(*study.space, "repeat", *main, "seconds", "error", "contaminated").to_dicts(), as_json)
     status = study.status()
     badge = "measured" if study.kind == "serving" else "simulated"

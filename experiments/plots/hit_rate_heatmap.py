@@ -4,7 +4,7 @@ import plotly.graph_objects as go
 import polars as pl
 from plotly.subplots import make_subplots
 
-from experiments.plots._study import CAPACITIES, MEASURES, series_label, varied_settings
+from experiments.plots._study import CAPACITIES, measure_of, series_label, varied_settings
 from experiments.plots._style import label_text, new_figure, no_data_figure
 
 __all__ = ["hit_rate_heatmap_data", "plot_hit_rate_heatmap"]
@@ -54,13 +54,14 @@ def plot_hit_rate_heatmap(data: pl.DataFrame, *, template: str = "light", badge:
     n = data["n"].min()
     new_figure(_TITLE, f"{label_text(badge)} · means of n = {n} or more repeats a field", template=template,
                height=height, figure=figure)  # fmt: skip
-    title, factor = MEASURES.get(data["measure"][0], (data["measure"][0], 1))
+    shown = measure_of(data["measure"][0])
     for number, panel in enumerate(panels):
-        figure.add_trace(_panel(panel, factor), row=number // columns + 1, col=number % columns + 1)
-    least, most = (factor * min(data["mean"]), factor * max(data["mean"]))
+        figure.add_trace(_panel(panel, shown.scale), row=number // columns + 1, col=number % columns + 1)
+    least, most = (shown.scale * min(data["mean"]), shown.scale * max(data["mean"]))
+    low, high = (0, 100) if shown.scale == 100 else (least, most)
     figure.update_layout(margin_t=124, margin_b=60, coloraxis={
-        "colorscale": "Cividis", "cmin": 0 if factor == 100 else least, "cmax": 100 if factor == 100 else most,
-        "colorbar": {"title": {"text": title, "side": "right"}, "thickness": 14},
+        "colorscale": "Cividis", "cmin": low, "cmax": high,
+        "colorbar": {"title": {"text": shown.title, "side": "right"}, "thickness": 14},
     })  # fmt: skip
     figure.update_annotations(font_size=14)
     figure.update_xaxes(type="category")

@@ -3,7 +3,7 @@
 import plotly.graph_objects as go
 import polars as pl
 
-from experiments.plots._study import MEASURES, varied_settings
+from experiments.plots._study import MEASURES, measure_of, varied_settings
 from experiments.plots._style import COLOR_SCALE, TEMPLATES, label_text, new_figure, no_data_figure
 
 __all__ = ["parallel_coordinates_data", "plot_parallel_coordinates"]
@@ -37,14 +37,14 @@ def plot_parallel_coordinates(data: pl.DataFrame, *, template: str = "light", ba
     if data.is_empty():
         return no_data_figure(_TITLE, "no finished cell has a result", template=template, badge=badge)
     color = data.columns[-1]
-    title, factor = MEASURES.get(color, (color, 1))
-    said = f"{label_text(badge)} · n = {data.height} cells · colour: {title} · drag along an axis to select"
+    shown = measure_of(color)
+    said = f"{label_text(badge)} · n = {data.height} cells · colour: {shown.title} · drag along an axis to select"
     figure = new_figure(_TITLE, said, template=template, height=490)
     ink = TEMPLATES[template].layout.font.color if template in TEMPLATES else None
     figure.add_trace(go.Parcoords(
         dimensions=[_axis(data[name]) for name in data.columns],
-        line={"color": (factor * data[color].cast(pl.Float64)).to_list(), "colorscale": COLOR_SCALE, "showscale": True,
-              "colorbar": {"title": {"text": title, "side": "right"}, "thickness": 14}},
+        line={"color": (shown.scale * data[color].cast(pl.Float64)).to_list(), "colorscale": COLOR_SCALE,
+              "showscale": True, "colorbar": {"title": {"text": shown.title, "side": "right"}, "thickness": 14}},
         labelfont={"size": 13, "color": ink}, tickfont={"size": 12, "color": ink}, rangefont={"size": 11, "color": ink},
         labelangle=-20, labelside="top",
     ))  # fmt: skip
@@ -54,8 +54,8 @@ def plot_parallel_coordinates(data: pl.DataFrame, *, template: str = "light", ba
 def _axis(column: pl.Series) -> dict:
     """An axis: results in their unit, settings as the values they have, evenly spaced."""
     if column.name in MEASURES:
-        title, factor = MEASURES[column.name]
-        return {"label": title, "values": (factor * column.cast(pl.Float64)).to_list()}
+        shown = MEASURES[column.name]
+        return {"label": shown.title, "values": (shown.scale * column.cast(pl.Float64)).to_list()}
     values = column.unique().sort().to_list()
     texts = [f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value) for value in values]
     return {"label": column.name.rpartition(".")[2], "values": [values.index(value) for value in column],

@@ -3,7 +3,7 @@
 import plotly.graph_objects as go
 import polars as pl
 
-from experiments.plots._study import MEASURES, series_label, varied_settings
+from experiments.plots._study import measure_of, series_label, varied_settings
 from experiments.plots._style import COLOR_SCALE, PALETTE, REFERENCE_COLOR, label_text, new_figure, no_data_figure
 
 __all__ = ["pareto_data", "plot_pareto"]
@@ -53,21 +53,21 @@ def plot_pareto(data: pl.DataFrame, *, template: str = "light", badge: str = "me
     """A mark a combination; those on the front are diamonds with names, and a line joins them from left to right."""
     if data.is_empty():
         return no_data_figure(_TITLE, "no cell has a time and stored bytes", template=template, badge=badge)
-    title, factor = MEASURES.get(data["time_name"][0], (data["time_name"][0], 1))
+    shown = measure_of(data["time_name"][0])
     known = data["quality"].null_count() < data.height
     said = f"{label_text(badge)} · n = {data['n'].min()} or more repeats a mark · diamonds: nothing beats them"
     figure = new_figure(_TITLE, said, template=template, height=500)
     front = data.filter("on_front").sort("nbytes")
-    figure.add_scatter(x=(front["nbytes"] / 1024).to_list(), y=(factor * front["time_s"]).to_list(), mode="lines",
+    figure.add_scatter(x=(front["nbytes"] / 1024).to_list(), y=(shown.scale * front["time_s"]).to_list(), mode="lines",
                        line={"color": REFERENCE_COLOR, "dash": "dash", "shape": "hv", "width": 1.5}, hoverinfo="skip",
                        name="front")  # fmt: skip
     for on_front in (False, True):
-        _add_marks(figure, data.filter(pl.col("on_front") == on_front).sort("nbytes"), on_front, factor, known)
+        _add_marks(figure, data.filter(pl.col("on_front") == on_front).sort("nbytes"), on_front, shown.scale, known)
     if known:
         figure.update_layout(coloraxis={"colorscale": COLOR_SCALE, "colorbar": {
             "title": {"text": "answers equal to no reuse (%)", "side": "right"}, "thickness": 14}})  # fmt: skip
     figure.update_xaxes(title="stored bytes (KiB a token)", rangemode="tozero")
-    figure.update_yaxes(title=title, rangemode="tozero")
+    figure.update_yaxes(title=shown.title, rangemode="tozero")
     return figure.update_layout(margin_b=100)
 
 

@@ -22,7 +22,7 @@ import polars as pl
 
 from experiments.runs import RUNS_FOLDER
 from experiments.study import Study, StudyStatus
-from experiments.study_curves import MEASURES, plot_sweep, sweep_axes, sweep_data
+from experiments.study.curves import plot_sweep, sweep_axes, sweep_data, sweep_measures
 from experiments.widgets import markup
 from experiments.widgets.copy_text import CopyText
 from experiments.widgets.live_chart import LiveChart
@@ -237,7 +237,8 @@ class SweepPanel(widgets.VBox):
 
     def _draw(self, frame: pl.DataFrame, template: str) -> go.Figure:
         kind, space = self.study.kind, {**{k: [v] for k, v in self.study.fixed.items()}, **self.study.space}
-        measure = next((m for m in MEASURES[kind] if m.column == self._measure.value), MEASURES[kind][0])
+        measures = sweep_measures(kind)
+        measure = next((m for m in measures if m.column == self._measure.value), measures[0])
         data = sweep_data(frame, space, measure)
         return plot_sweep(data, kind=kind, measure=measure, across=sweep_axes(space)[0], title=self.study.name,
                           template=template)  # fmt: skip
@@ -261,14 +262,14 @@ def _study(
 
 
 def _measures(kind: str) -> tuple[tuple[str, str], ...]:
-    return tuple((measure.title, measure.column) for measure in MEASURES[kind])
+    return tuple((measure.title, measure.column) for measure in sweep_measures(kind))
 
 
 def _rows(study: Study, frame: pl.DataFrame, label: list[str]) -> pl.DataFrame:
     """What the table shows of a study's frame: what was varied, what came out."""
     if frame.is_empty():
         return pl.DataFrame()
-    found = [measure for measure in MEASURES[study.kind] if measure.column in frame.columns]
+    found = [measure for measure in sweep_measures(study.kind) if measure.column in frame.columns]
     results = [(pl.col(m.column) * m.scale if m.scale != 1 else pl.col(m.column)).alias(m.short) for m in found]
     return frame.select("cell", *label, *results, pl.col("seconds").alias("took (s)"), "error")
 

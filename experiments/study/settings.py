@@ -13,7 +13,8 @@ __all__ = ["KINDS", "check_setting", "plain_value", "plain_values"]
 # Settings of each kind; a name that ends in a dot stands for all that begin so.
 KINDS = {
     "serving": ("model", "workload", "workload.", "arm", "tier", "chunk_tokens", "codec", "policy", "memory_bytes",
-                "disk_bytes", "redis_url", "object_store_url", "threads", "cache.", "vllm."),
+                "disk_bytes", "redis_url", "object_store_url", "request_rate", "concurrency", "threads", "cache.",
+                "vllm."),
     "replay": ("trace", "trace.", "policy", "capacity_chunks", "capacity_tokens", "chunk_tokens", "semantics",
                "touch_order"),
     "model": ("",),

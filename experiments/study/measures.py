@@ -1,19 +1,36 @@
 """What a cell of real vLLM gave: its requests and its engine's events, as rows and as figures."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.arms import Arm
+from experiments.client import load_summary
 from experiments.intervals import percentile
 from experiments.workloads import Request, Workload
 from workbench.events import Event, Totals
 
-__all__ = ["EventSums", "cell_figures", "contamination", "request_row"]
+__all__ = ["EventSums", "cell_figures", "contamination", "load_figures", "loaded_answer", "request_row"]
+
+# What a request under load has beside the others: when it was due, and how much later the client sent it.
+_OF_LOAD = ("scheduled_s", "sent_late_s")
+
+
+def loaded_answer(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of `send_requests` in the form of an engine's answer: TTFT as the client saw it, from when it was due;
+    queue and prefill as the server tells them, None where it does not."""
+    return {
+        "engine_request": f"0:{row['sent_as']}", "ttft_s": row["ttft_s"], "queue_s": row["server_queue_s"],
+        "load_and_prefill_s": row["server_ttft_s"], "itl_s": row["itl_s"], "e2e_s": row["e2e_s"],
+        "cached_tokens": row["cached_tokens"] or 0, "token_ids": row["token_ids"],
+        "finish_reason": row["finish_reason"], "error": row["error"],
+        "scheduled_s": row["scheduled_s"], "sent_late_s": row["queue_s"],
+    }  # fmt: skip
 
 
 def request_row(arm: Arm, request: Request, bound: int, answer: dict[str, Any], sums: "EventSums") -> dict[str, Any]:
-    loaded = sums.load_seconds[answer["engine_request"]]
+    loaded, both = sums.load_seconds[answer["engine_request"]], answer["load_and_prefill_s"]
+    failed = "finish_reason error" if answer["finish_reason"] == "error" else ""
     return {
         "arm": arm.name, "arm_label": arm.label, "request_id": request.request_id,
         "group": request.group, "document": str(request.document), "expected": request.kind,
@@ -22,9 +39,9 @@ def request_row(arm: Arm, request: Request, bound: int, answer: dict[str, Any], 
         "output_tokens": len(answer["token_ids"]), "cached_tokens": answer["cached_tokens"],
         "expected_hit_tokens": bound, "ttft_s": answer["ttft_s"], "queue_s": answer["queue_s"],
         "lookup_s": sums.lookup_seconds[answer["engine_request"]], "load_s": loaded,
-        "prefill_s": answer["load_and_prefill_s"] - loaded,
+        "prefill_s": None if both is None else both - loaded,
         "itl_s": answer["itl_s"], "e2e_s": answer["e2e_s"], "token_ids": answer["token_ids"],
-        "error": "" if answer["finish_reason"] != "error" else "finish_reason error",
+        "error": answer.get("error") or failed, **{name: answer[name] for name in _OF_LOAD if name in answer},
     }  # fmt: skip
 
 
@@ -37,7 +54,7 @@ def cell_figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     seconds = sum(row["e2e_s"] for row in good)
     return {
         "n": len(good), "failed_requests": len(rows) - len(good),
-        "ttft_s": percentile(ttft, 50), "ttft_p90_s": percentile(ttft, 90), "ttft_p99_s": percentile(ttft, 99),
+        "ttft_s": percentile(ttft, 50), **{f"ttft_p{percent}_s": percentile(ttft, percent) for percent in (90, 95, 99)},
         "ttft_mean_s": sum(ttft) / len(ttft) if ttft else None,
         "ttft_cold_s": percentile(cold, 50), "ttft_warm_s": percentile(warm, 50), "n_warm": len(warm),
         "ttft_warm_mean_s": sum(warm) / len(warm) if warm else None,
@@ -49,6 +66,17 @@ def cell_figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "hit_tokens": hit, "prompt_tokens": prompt,
         "prompt_tokens_per_s": prompt / seconds if seconds else None,
     }  # fmt: skip
+
+
+def load_figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of a cell under load, beside those of every cell: throughput from the first request due to the last
+    answer, and how late the client sent, which is part of TTFT and shows whether the client kept up."""
+    summary = load_summary([{**row, "queue_s": row["sent_late_s"]} for row in rows])
+    rates = {name: summary[name] for name in ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s")}
+    late = [row["sent_late_s"] for row in rows]
+    return {**{name: None if rate == "no data" else rate for name, rate in rates.items()},
+            "queue_p90_s": percentile([row["queue_s"] for row in rows if not row["error"]], 90),
+            "sent_late_most_s": max(late, default=None)}  # fmt: skip
 
 
 class EventSums:

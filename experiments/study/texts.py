@@ -22,7 +22,9 @@ space:                 # every combination is a cell
   chunk_tokens: [128, 256, 512]
   tier: [memory, disk]
   codec: [raw, int8]
-  arm: [none, cache]   # without and with the engine; also prefix_cache and the other arms of the workbench
+  arm: [none, cache]   # without and with the engine; also memory, disk, redis, object_store (a tier each),
+                       # prefix_cache, offloading_cpu, offloading_file, example, lmcache
+  # request_rate: [1, 4, 16]   # a server under load, so many requests a second; without it, one request at a time
 fixed:
   model: smollm2
   workload: long_document

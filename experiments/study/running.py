@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from experiments.study_executors import Finished, Workers, make_workers, run_blocks
-from experiments.study_points import BayesianSearch, Cell, parse_objective
-from experiments.study_store import StudyStatus
+from experiments.study.executors import Finished, Workers, make_workers, run_blocks
+from experiments.study.points import BayesianSearch, Cell, parse_objective
+from experiments.study.store import StudyStatus
 from workbench.errors import UnknownNameError
 
 if TYPE_CHECKING:

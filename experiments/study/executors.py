@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from experiments.study_points import Cell
+from experiments.study.points import Cell
 from workbench.errors import CacheError, UnknownNameError
 
 __all__ = ["EXECUTORS", "Died", "Finished", "LocalWorkers", "RayWorkers", "Workers", "make_workers", "run_blocks"]
@@ -149,7 +149,7 @@ def _take(place: _Place, answer: "dict[str, Any] | Died") -> Finished | None:
 
 
 class LocalWorkers:
-    """Processes of `experiments.study_cells`.
+    """Processes of `experiments.study.cells`.
 
     Args:
         description: Of the study.
@@ -192,12 +192,12 @@ class _CellProcess:
     """One process, and the thread that waits for its answers."""
 
     def __init__(self, description: dict[str, Any], folder: Path, place: int, answers: queue.Queue):
-        root = Path(__file__).parent.parent
+        root = Path(__file__).parents[2]
         path = os.pathsep.join(p for p in (str(root), os.environ.get("PYTHONPATH", "")) if p)
         to_child, to_parent = os.pipe(), os.pipe()
         with open(folder / "log.txt", "a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "experiments.study_cells", str(to_child[0]), str(to_parent[1])],
+                [sys.executable, "-m", "experiments.study.cells", str(to_child[0]), str(to_parent[1])],
                 pass_fds=(to_child[0], to_parent[1]), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
             )  # fmt: skip
@@ -269,7 +269,7 @@ class RayWorkers:
         try:
             import ray
         except ImportError:
-            raise CacheError("executor='ray' needs Ray: pip install 'kvworkbench[ray]'") from None
+            raise CacheError("executor='ray' needs Ray: pip install 'kvworkbench[study]'") from None
 
         if not ray.is_initialized():
             ray.init(address=os.environ.get("RAY_ADDRESS"), log_to_driver=False, include_dashboard=False,
@@ -323,7 +323,7 @@ class _RayCells:
     """The actor: a `CellRunner` on whatever node Ray puts it."""
 
     def __init__(self, description: dict[str, Any], folder: str, place: int):
-        from experiments.study_cells import CellRunner
+        from experiments.study.cells import CellRunner
 
         self._runner = CellRunner(description, Path(folder), worker=f"ray-{place}")
 

@@ -1,4 +1,4 @@
-"""Running one cell: settings in, a row out. Also the process that does it, started by `experiments.study_executors`.
+"""Running one cell: settings in, a row out. Also the process that does it, started by `experiments.study.executors`.
 
     parent -> {"description": {...}, "folder": ...}
     parent -> {"cell": {...}, "keep": [...]}
@@ -24,7 +24,7 @@ from typing import Any, TextIO
 import psutil
 
 from experiments.environment import describe_environment
-from experiments.study_points import Cell
+from experiments.study.points import Cell
 from workbench.errors import InvalidInputError
 
 __all__ = ["CellResult", "CellRunner", "end_with_children", "main", "mismatches", "settings_below", "trace_by_name"]
@@ -64,7 +64,7 @@ class CellRunner:
         self.kind, self.worker = description["kind"], worker
         self._engines: Any = None
         if self.kind == "serving":
-            from experiments.study_serving import ServingCells
+            from experiments.study.serving import ServingCells
 
             self._engines = ServingCells(description, folder, worker=worker)
         elif self.kind == "replay":

@@ -9,11 +9,13 @@
 
 description -> points -> cells in rotating order -> workers -> one file a cell -> frame
 
+A study of real vLLM asks one request at a time, so that times are comparable; with the setting `request_rate` (or
+`concurrency`) its requests go to a server when they are due, and TTFT runs from then.
+
 A finished cell is kept, a half-finished one is run again, a failed one is a row with its error and is tried again when
 the study is run again. `python -m experiments.study FOLDER` runs what is left of a study.
 """
 
-import argparse
 import math
 import os
 import subprocess
@@ -25,10 +27,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.runs import RUNS_FOLDER, new_run_folder
-from experiments.study_points import Cell, grid_size, in_blocks, make_cell, parse_objective, space_points
-from experiments.study_running import Running
-from experiments.study_settings import KINDS, check_setting, plain_value, plain_values
-from experiments.study_store import StudyStatus, StudyStore
+from experiments.study.points import Cell, grid_size, in_blocks, make_cell, parse_objective, space_points
+from experiments.study.running import Running
+from experiments.study.settings import KINDS, check_setting, plain_value, plain_values
+from experiments.study.store import StudyStatus, StudyStore
 from workbench.errors import InvalidInputError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ class Study:
     @classmethod
     def from_yaml(cls, source: str | Path, *, runs: Path = RUNS_FOLDER) -> "Study":
         """A new study from a file, or from a text that holds what `to_yaml` gives."""
-        from experiments.study_texts import read_yaml
+        from experiments.study.texts import read_yaml
 
         return cls(**read_yaml(source), runs=runs)
 
@@ -142,19 +144,19 @@ class Study:
 
     def to_yaml(self) -> str:
         """The whole description: `Study.from_yaml` makes an equal study of it."""
-        from experiments.study_texts import yaml_text
+        from experiments.study.texts import yaml_text
 
         return yaml_text(self)
 
     def to_python(self) -> str:
         """The notebook call that makes and runs this study."""
-        from experiments.study_texts import python_text
+        from experiments.study.texts import python_text
 
         return python_text(self)
 
     def to_command(self) -> str:
         """The command line that makes and runs this study."""
-        from experiments.study_texts import command_text
+        from experiments.study.texts import command_text
 
         return command_text(self)
 
@@ -186,7 +188,7 @@ class Study:
         """Gives the name of the serving engine that a cell needs; None for simulations."""
         if self.kind != "serving":
             return None
-        from experiments.study_serving import engine_name
+        from experiments.study.engines import engine_name
 
         return engine_name
 
@@ -210,9 +212,16 @@ class Study:
             InvalidInputError: Another process runs this study.
         """
         self.store.clear_stop()
-        return self._run(executor, watch, workers)
+        return self.run_left(executor, watch, workers=workers)
 
-    def _run(self, executor: str, watch: Callable[[StudyStatus], None] | None, workers: int | None) -> "Study":
+    def run_left(
+        self,
+        executor: str = "local",
+        watch: Callable[[StudyStatus], None] | None = None,
+        *,
+        workers: int | None = None,
+    ) -> "Study":
+        """What `run` does, but a stop that somebody has called for already counts."""
         with self.store.running():
             self.store.remove_parts()
             Running(self, executor, workers, watch or (lambda status: None)).run()
@@ -224,7 +233,7 @@ class Study:
             raise InvalidInputError(f"{self.folder} is being run by process {self.status().pid}")
         self.store.clear_stop()
         self.store.write_status(self._counted(StudyStatus("starting", updated=time.time())))
-        root = str(Path(__file__).parent.parent)
+        root = str(Path(__file__).parents[2])
         path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH", "")) if p)
         with open(self.folder / "log.txt", "a") as log:
             self._process = subprocess.Popen(
@@ -271,13 +280,13 @@ class Study:
 
     def frame(self) -> "pl.DataFrame":
         """One row a finished cell: settings, results, effective settings, error, seconds, provenance."""
-        from experiments.study_tables import cells_frame
+        from experiments.study.tables import cells_frame
 
         return cells_frame(self)
 
     def requests(self) -> "pl.DataFrame":
         """One row a request of every finished cell of real runs, with the cell's settings."""
-        from experiments.study_tables import requests_frame
+        from experiments.study.tables import requests_frame
 
         return requests_frame(self)
 
@@ -291,21 +300,3 @@ class Study:
 def list_studies(runs: str | Path = RUNS_FOLDER) -> list[Study]:
     """Every study below a folder, oldest first."""
     return [Study.open(path.parent) for path in sorted(Path(runs).glob("*/study.yaml"))]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run what is left of the study in a folder."""
-    parser = argparse.ArgumentParser(prog="python -m experiments.study", description=main.__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--executor", default="local", help="local or ray")
-    parser.add_argument("--obey-stop", action="store_true", help="a stop flag that is there already counts")
-    parser.add_argument("--workers", type=int, help="cells that run at the same time")
-    options = parser.parse_args(arguments)
-    study = Study.open(options.folder)
-    if not options.obey_stop:
-        study.store.clear_stop()
-    study._run(options.executor, None, options.workers)
-
-
-if __name__ == "__main__":
-    main()
