@@ -1,7 +1,7 @@
-"""Llama checkpoint folders in Hugging Face's format, written without torch or transformers.
+"""Llama and Qwen2 checkpoint folders in Hugging Face's format, written without torch or transformers.
 
-    GGUF file   -> dequantise, undo the row permutation, rename ─┐
-    shape, seed -> random weights ───────────────────────────────┴-> model.safetensors + config + tokenizer
+    GGUF file   -> dequantise, undo Llama's row permutation, rename ─┐
+    shape, seed -> random weights ───────────────────────────────────┴-> model.safetensors + config + tokenizer
 
 Weights stream through one tensor at a time, rounded to bfloat16. Any engine that reads a local Hugging Face folder
 serves the result offline.
@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ __all__ = ["LlamaShape", "convert_gguf", "random_llama", "weights_bytes"]
 
 _BF16_BYTES = 2
 
-# GGUF's name of a weight inside block i -> Hugging Face's name inside layer i.
+# GGUF's name of a weight or bias inside block i -> Hugging Face's name inside layer i.
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -33,11 +34,26 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _MODEL_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_FAMILY_SETTINGS = {
+    "llama": {"attention_bias": False, "mlp_bias": False},
+    # Without the version, transformers takes a tokenizer of more than 100,000 tokens for a broken one of Mistral.
+    "qwen2": {"use_sliding_window": False, "transformers_version": "4.57.0"},
+}
+
+# The words of Qwen2's tokenizer, as its tokenizer.json has them.
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = ("smollm", "qwen2")
 
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Everything of a Llama that decides its timing and the size of its KV."""
+    """Everything of a Llama that decides its timing and the size of its KV.
+
+    `family` is "llama", or "qwen2": the same with biases on queries, keys and values.
+    """
 
     layers: int
     hidden: int
@@ -52,6 +68,7 @@ class LlamaShape:
     tied_embeddings: bool = False
     bos_id: int = 256
     eos_id: int = 256
+    family: str = "llama"
 
     @property
     def bytes_per_token(self) -> int:
@@ -61,8 +78,8 @@ class LlamaShape:
     def config(self) -> dict[str, Any]:
         """Return the contents of config.json."""
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [_CLASSES[self.family]],
+            "model_type": self.family,
             "dtype": "bfloat16",
             "num_hidden_layers": self.layers,
             "hidden_size": self.hidden,
@@ -78,31 +95,33 @@ class LlamaShape:
             "rope_theta": self.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "tie_word_embeddings": self.tied_embeddings,
-            "attention_bias": False,
-            "mlp_bias": False,
+            **_FAMILY_SETTINGS[self.family],
             "bos_token_id": self.bos_id,
             "eos_token_id": self.eos_id,
             "pad_token_id": self.eos_id,
         }
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every weight by its Hugging Face name."""
+        """Return the shape of every weight and bias by its Hugging Face name."""
         q_rows, kv_rows = self.heads * self.head_dim, self.kv_heads * self.head_dim
         per_layer: dict[str, tuple[int, ...]] = {
-            "input_layernorm": (self.hidden,),
-            "self_attn.q_proj": (q_rows, self.hidden),
-            "self_attn.k_proj": (kv_rows, self.hidden),
-            "self_attn.v_proj": (kv_rows, self.hidden),
-            "self_attn.o_proj": (self.hidden, q_rows),
-            "post_attention_layernorm": (self.hidden,),
-            "mlp.gate_proj": (self.intermediate, self.hidden),
-            "mlp.up_proj": (self.intermediate, self.hidden),
-            "mlp.down_proj": (self.hidden, self.intermediate),
+            "input_layernorm.weight": (self.hidden,),
+            "self_attn.q_proj.weight": (q_rows, self.hidden),
+            "self_attn.k_proj.weight": (kv_rows, self.hidden),
+            "self_attn.v_proj.weight": (kv_rows, self.hidden),
+            "self_attn.o_proj.weight": (self.hidden, q_rows),
+            "post_attention_layernorm.weight": (self.hidden,),
+            "mlp.gate_proj.weight": (self.intermediate, self.hidden),
+            "mlp.up_proj.weight": (self.intermediate, self.hidden),
+            "mlp.down_proj.weight": (self.hidden, self.intermediate),
         }
+        if self.family == "qwen2":
+            per_layer |= {
+                f"self_attn.{name}_proj.bias": (rows,)
+                for name, rows in zip("qkv", (q_rows, kv_rows, kv_rows), strict=True)
+            }
         shapes = {
-            f"model.layers.{layer}.{name}.weight": shape
-            for layer in range(self.layers)
-            for name, shape in per_layer.items()
+            f"model.layers.{layer}.{name}": shape for layer in range(self.layers) for name, shape in per_layer.items()
         }
         shapes["model.embed_tokens.weight"] = (self.vocab, self.hidden)
         shapes["model.norm.weight"] = (self.hidden,)
@@ -140,7 +159,7 @@ def random_llama(folder: Path, shape: LlamaShape, *, seed: int, on_bytes: Callab
 
 
 def convert_gguf(gguf_path: Path, folder: Path, *, on_bytes: Callable[[int], object]) -> tuple[LlamaShape, str]:
-    """Write the Llama in a GGUF file as a bfloat16 folder; return its shape and the SHA-256 of its weights.
+    """Write the Llama or Qwen2 in a GGUF file as a bfloat16 folder; return its shape and its weights' SHA-256.
 
     `on_bytes` is called with the number of bytes after each weight.
     """
@@ -159,7 +178,7 @@ def _write_byte_tokenizer(folder: Path) -> None:
     from tokenizers import models
 
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-    _write_tokenizer(folder, models.BPE(vocabulary, []), ["<|endoftext|>"], split_digits=False)
+    _write_tokenizer(folder, models.BPE(vocabulary, []), special=["<|endoftext|>"])
     _write_tokenizer_config(folder, bos_token="<|endoftext|>", eos_token="<|endoftext|>", pad_token="<|endoftext|>")
 
 
@@ -174,23 +193,31 @@ def _gguf_value(reader: Any, key: str) -> Any:
 
 
 def _gguf_shape(reader: Any) -> LlamaShape:
-    heads = _gguf_value(reader, "llama.attention.head_count")
-    hidden = _gguf_value(reader, "llama.embedding_length")
+    family = _gguf_value(reader, "general.architecture")
+    if family not in _CLASSES:
+        raise ValueError(f"only models of {' or '.join(_CLASSES)} are converted; this file holds one of {family}")
+    value = partial(_family_value, reader, family)
+    heads, hidden = value("attention.head_count"), value("embedding_length")
     return LlamaShape(
-        layers=_gguf_value(reader, "llama.block_count"),
+        layers=value("block_count"),
         hidden=hidden,
-        intermediate=_gguf_value(reader, "llama.feed_forward_length"),
+        intermediate=value("feed_forward_length"),
         heads=heads,
-        kv_heads=_gguf_value(reader, "llama.attention.head_count_kv"),
+        kv_heads=value("attention.head_count_kv"),
         head_dim=hidden // heads,
         vocab=len(reader.fields["tokenizer.ggml.tokens"].data),
-        max_positions=_gguf_value(reader, "llama.context_length"),
-        rope_theta=_gguf_value(reader, "llama.rope.freq_base"),
-        norm_eps=_gguf_value(reader, "llama.attention.layer_norm_rms_epsilon"),
+        max_positions=value("context_length"),
+        rope_theta=value("rope.freq_base"),
+        norm_eps=value("attention.layer_norm_rms_epsilon"),
         tied_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
         bos_id=_gguf_value(reader, "tokenizer.ggml.bos_token_id"),
         eos_id=_gguf_value(reader, "tokenizer.ggml.eos_token_id"),
+        family=family,
     )
+
+
+def _family_value(reader: Any, family: str, key: str) -> Any:
+    return _gguf_value(reader, f"{family}.{key}")
 
 
 def _gguf_tensors(reader: Any, shape: LlamaShape) -> dict[str, _Tensor]:
@@ -203,24 +230,24 @@ def _gguf_tensors(reader: Any, shape: LlamaShape) -> dict[str, _Tensor]:
 
 
 def _hugging_face_name(gguf_name: str) -> str:
-    stem = gguf_name.removesuffix(".weight")
+    stem, _, kind = gguf_name.rpartition(".")  # kind: weight or bias
     if stem in _MODEL_NAMES:
-        return f"{_MODEL_NAMES[stem]}.weight"
+        return f"{_MODEL_NAMES[stem]}.{kind}"
     _, layer, part = stem.split(".")
-    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.weight"
+    return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
 
 
 def _dequantised(tensor: Any, name: str, shape: LlamaShape) -> np.ndarray:
     from gguf.quants import dequantize
 
     values = dequantize(tensor.data, tensor.tensor_type)
-    if ".q_proj." in name or ".k_proj." in name:
+    if shape.family == "llama" and (".q_proj." in name or ".k_proj." in name):
         return _unpermuted(values, shape.head_dim)
     return values
 
 
 def _unpermuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Undo GGUF's order of the query and key rows.
+    """Undo GGUF's order of a Llama's query and key rows.
 
     GGUF interleaves the two halves of each head (rows 0, d/2, 1, d/2 + 1, ...) because its rotary embedding turns
     neighbours; Hugging Face's turns row i with row i + d/2. rows: [heads * head_dim, hidden].
@@ -234,14 +261,17 @@ def _write_gguf_tokenizer(reader: Any, folder: Path) -> None:
     from tokenizers import models
 
     kind, split = _gguf_value(reader, "tokenizer.ggml.model"), _gguf_value(reader, "tokenizer.ggml.pre")
-    if (kind, split) != ("gpt2", "smollm"):
-        raise ValueError(f"only the byte-level BPE tokenizer of SmolLM2 is converted; this file has {kind}/{split}")
+    if kind != "gpt2" or split not in _SPLITS:
+        raise ValueError(
+            f"only byte-level BPE split as {' or '.join(_SPLITS)} is converted; this file has {kind}/{split}"
+        )
     tokens = _gguf_value(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _gguf_value(reader, "tokenizer.ggml.merges")]
-    types = _gguf_value(reader, "tokenizer.ggml.token_type")
-    special = [token for token, kind in zip(tokens, types, strict=True) if kind == TokenType.CONTROL]
+    types = np.array(_gguf_value(reader, "tokenizer.ggml.token_type"))
+    special, whole = ([tokens[i] for i in np.flatnonzero(types == kind)] for kind in (
+        TokenType.CONTROL, TokenType.USER_DEFINED))  # fmt: skip
     model = models.BPE({token: index for index, token in enumerate(tokens)}, merges)
-    _write_tokenizer(folder, model, special, split_digits=True)
+    _write_tokenizer(folder, model, special=special, whole=whole, split=split)
     _write_tokenizer_config(
         folder,
         bos_token=tokens[_gguf_value(reader, "tokenizer.ggml.bos_token_id")],
@@ -251,16 +281,33 @@ def _write_gguf_tokenizer(reader: Any, folder: Path) -> None:
     )
 
 
-def _write_tokenizer(folder: Path, model: Any, special_tokens: Sequence[str], *, split_digits: bool) -> None:
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
+def _write_tokenizer(
+    folder: Path, model: Any, *, special: Sequence[str], whole: Sequence[str] = (), split: str = ""
+) -> None:
+    """Tokens of `whole` are never split, and unlike those of `special` are part of the text."""
+    from tokenizers import Tokenizer, decoders, normalizers
 
     tokenizer = Tokenizer(model)
-    by_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    digits_first = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_words])
-    tokenizer.pre_tokenizer = digits_first if split_digits else by_words  # type: ignore[assignment]
+    if split == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = _splitting(split)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    tokenizer.add_special_tokens(list(special_tokens))
+    tokenizer.add_special_tokens(list(special))
+    tokenizer.add_tokens(list(whole))
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _splitting(split: str) -> Any:
+    """What parts a text before pairs of bytes are merged: GPT-2's words; digits first; Qwen2's words."""
+    from tokenizers import Regex, pre_tokenizers
+
+    if split == "qwen2":
+        words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), "isolated")
+        return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    by_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if split == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), by_words])
+    return by_words
 
 
 def _write_tokenizer_config(folder: Path, **settings: str) -> None:

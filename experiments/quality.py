@@ -1,13 +1,14 @@
 """What a codec does to a real model: the prefix goes through the codec, and the model goes on from it.
 
     text -> prefill of a prefix -> its KV in pages, chunk by chunk -> encode -> decode -> the next tokens scored on it
+                                └> `PrefixMethod.send`: another library's way to make it smaller ┘
 
     kvworkbench codecs measure int8 "ecsq(step=0.3)" --out codecs.json
 
 Compared with the same tokens scored on the uncompressed bfloat16 prefix: KL divergence of the next-token
 distributions (the figure to trust), change in negative log-likelihood with a 95 % interval, agreement of the top
-token, where greedy continuations part, and recall of a needle. Sizes are the bytes really stored, headers included;
-seconds are CPU time of one thread. The model computes in float32, so that nothing but the codec rounds.
+token, where greedy continuations part, and recall (`experiments.recall`). Sizes are the bytes really stored, headers
+included; seconds are CPU time of one thread. The model computes in float32, so that nothing but the codec rounds.
 """
 
 import functools
@@ -15,11 +16,12 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from experiments.models import resolve_model
+from experiments.recall import RecallTask, Tasks
 from kernels.floats import decode16, encode16
 from kernels.threads import thread_limit
 from workbench.codecs import Codec, resolve_codec
@@ -27,7 +29,9 @@ from workbench.layout import KVLayout
 
 __all__ = [
     "CodecQuality",
+    "Passage",
     "Prefix",
+    "PrefixMethod",
     "StudyModel",
     "chunk_of_prefix",
     "layout_of_prefix",
@@ -45,7 +49,7 @@ class CodecQuality:
     Attributes:
         bits_per_value: Stored bits of a key or value element.
         size_fraction: Stored bytes over bfloat16 bytes; its inverse is the compression.
-        key_error, value_error: Relative L2 error.
+        key_error, value_error: Relative L2 error; None where tokens were left out.
         kl: Mean KL divergence from the uncompressed prefix's next-token distribution, nats.
         kl_interval: Half its 95 % interval, from means of 32 tokens in a row.
         kl_by_position: KL in quarters of the scored tokens.
@@ -53,8 +57,9 @@ class CodecQuality:
         nll_change, nll_interval: Change in negative log-likelihood, nats a token, and half its 95 % interval.
         top1_agreement: Share of scored tokens at which both have the same most likely next token.
         greedy_tokens: Mean tokens until greedy continuations part; the length asked for if they never do.
-        needle_recall: Share of needles repeated from the compressed prefix, of those repeated from the uncompressed.
-        encode_seconds, decode_seconds: Thread CPU seconds of all chunks.
+        needle_recall, key_value_recall: Share of questions answered from the compressed prefix, of the `needles` and
+            `key_values` that are answered from the uncompressed one.
+        encode_seconds, decode_seconds: Thread CPU seconds of all chunks; None where they are part of the prefill.
         source_nbytes: bfloat16 bytes that went through the codec.
         key_error_by_layer, value_error_by_layer: Relative L2 error of each layer.
     """
@@ -62,8 +67,8 @@ class CodecQuality:
     codec: str
     bits_per_value: float
     size_fraction: float
-    key_error: float
-    value_error: float
+    key_error: float | None
+    value_error: float | None
     kl: float
     kl_interval: float
     kl_by_position: list[float]
@@ -73,11 +78,14 @@ class CodecQuality:
     top1_agreement: float
     greedy_tokens: float | None
     needle_recall: float | None
-    encode_seconds: float
-    decode_seconds: float
+    encode_seconds: float | None
+    decode_seconds: float | None
     source_nbytes: int
     key_error_by_layer: list[float] = field(repr=False)
     value_error_by_layer: list[float] = field(repr=False)
+    needles: int = 0
+    key_value_recall: float | None = None
+    key_values: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +138,8 @@ class StudyModel:
         """Log-probabilities (tokens, vocabulary), float32, of what follows each token after the prefix."""
         import torch
 
-        inputs = torch.tensor([prefix.tokens[prefix.num_tokens : -1]])
-        with torch.no_grad():
-            logits = self.model(inputs, past_key_values=self._cache(keys, values), use_cache=True).logits[0]
-            return torch.log_softmax(logits.float(), -1).numpy()
+        logits = self._logits(prefix.num_tokens, keys, values, [prefix.tokens[prefix.num_tokens : -1]])
+        return torch.log_softmax(logits[0], -1).numpy()
 
     def greedy(self, prefix: Prefix, keys: np.ndarray, values: np.ndarray, count: int) -> list[int]:
         """The `count` most likely tokens in turn, after the token that follows the prefix."""
@@ -147,30 +153,66 @@ class StudyModel:
             found.append(token)
         return found
 
-    def _cache(self, keys: np.ndarray, values: np.ndarray) -> Any:
+    def agreed(self, prefix: Prefix, keys: np.ndarray, values: np.ndarray, greedy: Sequence[int]) -> int:
+        """How many of the tokens of `greedy` a greedy continuation from this KV begins with, in one pass."""
+        given = [prefix.tokens[prefix.num_tokens], *greedy[:-1]]
+        likely = self._logits(prefix.num_tokens, keys, values, [given])[0].argmax(-1).tolist()
+        return next((place for place, (a, b) in enumerate(zip(likely, greedy, strict=True)) if a != b), len(greedy))
+
+    def answers(
+        self, num_tokens: int, keys: np.ndarray, values: np.ndarray, questions: Sequence[tuple[list[int], list[int]]]
+    ) -> list[bool]:
+        """Whether the answer to each (question, answer) is what the model says after a prefix of `num_tokens`."""
+        whole = [[*question, *answer] for question, answer in questions]
+        longest = max(map(len, whole))
+        padded = [tokens + [tokens[-1]] * (longest - len(tokens)) for tokens in whole]  # later tokens change nothing
+        likely = self._logits(num_tokens, keys, values, padded).argmax(-1).tolist()
+        return [
+            said[len(question) - 1 : len(question) + len(answer) - 1] == answer
+            for said, (question, answer) in zip(likely, questions, strict=True)
+        ]
+
+    def _logits(self, num_tokens: int, keys: np.ndarray, values: np.ndarray, inputs: list[list[int]]) -> Any:
+        """Logits (rows, tokens, vocabulary) of rows that each follow a prefix of `num_tokens`, some left out."""
+        import torch
+
+        places = torch.arange(num_tokens, num_tokens + len(inputs[0]))[None]
+        cache = self._cache(keys, values, len(inputs))
+        with torch.no_grad():
+            return self.model(torch.tensor(inputs), position_ids=places, past_key_values=cache, use_cache=True).logits
+
+    def _cache(self, keys: np.ndarray, values: np.ndarray, rows: int = 1) -> Any:
         import torch
         from transformers.cache_utils import DynamicCache
 
         cache = DynamicCache()
         for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
-            cache.update(torch.from_numpy(k)[None], torch.from_numpy(v)[None], layer)
+            cache.update(*(torch.from_numpy(part)[None].expand(rows, -1, -1, -1) for part in (k, v)), layer)
         return cache
 
 
 @dataclass(slots=True)
-class _Passage:
-    """KV after its way through a codec, and what the way cost."""
+class Passage:
+    """KV after its way through a codec, and what the way cost; fewer tokens than the prefix if some were left out."""
 
     keys: np.ndarray
     values: np.ndarray
     stored_nbytes: int = 0
-    encode_seconds: float = 0.0
-    decode_seconds: float = 0.0
+    encode_seconds: float | None = 0.0
+    decode_seconds: float | None = 0.0
 
 
-def pass_through(codec: Codec, prefix: Prefix, layout: KVLayout) -> _Passage:
+class PrefixMethod(Protocol):
+    """Another way than a codec to make a prefix's KV smaller; its repr names it in tables."""
+
+    def send(self, prefix: Prefix) -> Passage:
+        """What is left of the prefix's KV, and its stored bytes."""
+        ...
+
+
+def pass_through(codec: Codec, prefix: Prefix, layout: KVLayout) -> Passage:
     """Send a prefix's KV through a codec, chunk by chunk, on one thread."""
-    passage = _Passage(np.empty_like(prefix.keys), np.empty_like(prefix.values))
+    passage, encode, decode = Passage(np.empty_like(prefix.keys), np.empty_like(prefix.values)), 0.0, 0.0
     with thread_limit(1):
         _compile(codec, layout)
         for start in range(0, prefix.num_tokens, layout.chunk_tokens):
@@ -180,12 +222,13 @@ def pass_through(codec: Codec, prefix: Prefix, layout: KVLayout) -> _Passage:
             data = codec.encode(chunk, layout)
             middle = time.thread_time()
             codec.decode(data, layout, chunk)
-            passage.decode_seconds += time.thread_time() - middle
-            passage.encode_seconds += middle - begin
+            decode += time.thread_time() - middle
+            encode += middle - begin
             passage.stored_nbytes += len(data)
             for view, part in zip(layout.keys_and_values(chunk), (passage.keys, passage.values), strict=True):
                 flat = np.ascontiguousarray(view.transpose(0, 2, 1, 3, 4))
                 part[:, :, tokens] = decode16(flat, layout.dtype).reshape(part[:, :, tokens].shape)
+    passage.encode_seconds, passage.decode_seconds = encode, decode
     return passage
 
 
@@ -213,47 +256,71 @@ def _in_blocks(part: np.ndarray, layout: KVLayout) -> np.ndarray:
 
 def measure_quality(
     model: StudyModel,
-    codecs: Iterable[Codec | str],
+    codecs: Iterable[Codec | PrefixMethod | str],
     *,
     texts: dict[str, str] | None = None,
     prefix_tokens: int = 1024,
     scored_tokens: int = 256,
-    greedy_tokens: int = 0,
-    needles: int = 0,
+    tasks: Tasks | None = None,
     watch: Callable[[str, int, int], None] | None = None,
 ) -> list[CodecQuality]:
-    """Measure codecs on a model.
+    """Measure codecs, and other methods beside them, on a model.
 
     Args:
         texts: Name to text, each at least `prefix_tokens + scored_tokens` long; None for `sample_texts()`.
         prefix_tokens: Stored through the codec; whole chunks of 256.
-        greedy_tokens: Length of greedy continuations to compare; 0 leaves them out.
-        needles: Needles to hide in as many prefixes; 0 leaves them out.
+        tasks: What is measured besides; None for nothing.
         watch: Called with (what, done, total) before each step.
     """
-    texts = sample_texts() if texts is None else texts
-    chosen = {codec: _Tally(codec) for codec in map(resolve_codec, codecs)}
-    watch, steps, done = watch or _nothing, len(texts) * (len(chosen) + 1), 0
+    texts, tasks = sample_texts() if texts is None else texts, tasks or Tasks()
+    methods = [resolve_codec(codec) if isinstance(codec, str | Codec) else codec for codec in codecs]
+    tallies = [_Tally(method) for method in dict.fromkeys(methods)]
+    steps = _Steps(watch, (len(texts) + len(tasks.recall)) * (len(tallies) + 1))
     for name, text in texts.items():
-        watch(f"{name}: the uncompressed prefix", done, steps)
+        steps.next(f"{name}: the uncompressed prefix")
         prefix = model.prefix(model.tokenizer(text)["input_ids"][: prefix_tokens + scored_tokens], prefix_tokens)
-        layout = layout_of_prefix(prefix)
         want = model.continuation(prefix, prefix.keys, prefix.values)
-        whole = model.greedy(prefix, prefix.keys, prefix.values, greedy_tokens) if greedy_tokens else []
-        for number, (codec, tally) in enumerate(chosen.items(), 1):
-            watch(f"{name}: {codec!r}", done + number, steps)
-            passage = pass_through(codec, prefix, layout)
+        greedy = model.greedy(prefix, prefix.keys, prefix.values, tasks.greedy_tokens)
+        for tally in tallies:
+            steps.next(f"{name}: {tally.method!r}")
+            passage = _send(tally.method, prefix)
             tally.add(name, prefix, passage, (want, model.continuation(prefix, passage.keys, passage.values)))
-            if greedy_tokens:
-                tally.greedy.append(_shared(whole, model.greedy(prefix, passage.keys, passage.values, greedy_tokens)))
-        done += len(chosen) + 1
-    if needles:
-        _recall_needles(model, list(chosen.values()), layout, needles)
-    return [tally.result() for tally in chosen.values()]
+            if greedy:
+                tally.greedy.append(model.agreed(prefix, passage.keys, passage.values, greedy))
+    for task in tasks.recall:
+        _ask(model, tallies, task, steps)
+    return [tally.result() for tally in tallies]
 
 
-def _nothing(what: str, done: int, total: int) -> None:
-    """Nobody watches."""
+class _Steps:
+    """Tells who watches where the study is."""
+
+    def __init__(self, watch: Callable[[str, int, int], None] | None, total: int):
+        self.watch, self.total, self.done = watch, total, 0
+
+    def next(self, what: str) -> None:
+        if self.watch:
+            self.watch(what, self.done, self.total)
+        self.done += 1
+
+
+def _send(method: Codec | PrefixMethod, prefix: Prefix) -> Passage:
+    if isinstance(method, Codec):
+        return pass_through(method, prefix, layout_of_prefix(prefix))
+    return method.send(prefix)
+
+
+def _ask(model: StudyModel, tallies: list["_Tally"], task: RecallTask, steps: _Steps) -> None:
+    """Ask the questions that the model answers from the uncompressed prefix again after each codec."""
+    steps.next(f"{task.kind}: the uncompressed prefix")
+    prefix = model.prefix(task.tokens, len(task.tokens))
+    known = model.answers(prefix.num_tokens, prefix.keys, prefix.values, task.questions)
+    questions = [question for question, right in zip(task.questions, known, strict=True) if right]
+    for tally in tallies:
+        steps.next(f"{task.kind}: {tally.method!r}")
+        if questions:
+            passage = _send(tally.method, prefix)
+            tally.recall[task.kind] += model.answers(prefix.num_tokens, passage.keys, passage.values, questions)
 
 
 def layout_of_prefix(prefix: Prefix) -> KVLayout:
@@ -272,43 +339,44 @@ def layout_of_prefix(prefix: Prefix) -> KVLayout:
 class _Tally:
     """Gathers one codec's figures over texts."""
 
-    def __init__(self, codec: Codec):
-        self.codec = codec
+    def __init__(self, method: Codec | PrefixMethod):
+        self.method = method
         self.kl: dict[str, np.ndarray] = {}
         self.nll: list[np.ndarray] = []
         self.agreement: list[np.ndarray] = []
         self.errors: list[np.ndarray] = []  # (key or value, error or whole, layer), sums of squares
         self.greedy: list[int] = []
-        self.recall: list[bool] = []
+        self.recall: dict[str, list[bool]] = {"needle": [], "key_value": []}
         self.stored = self.source = 0
-        self.encode = self.decode = 0.0
+        self.seconds: list[tuple[float | None, float | None]] = []  # of encoding and decoding
 
-    def add(self, text: str, prefix: Prefix, passage: _Passage, outputs: tuple[np.ndarray, np.ndarray]) -> None:
+    def add(self, text: str, prefix: Prefix, passage: Passage, outputs: tuple[np.ndarray, np.ndarray]) -> None:
         """Outputs are the log-probabilities after the uncompressed prefix and after the passage."""
         want, got = outputs
         target = np.array(prefix.tokens[prefix.num_tokens + 1 :])[:, None]
-        self.kl[text] = (np.exp(want.astype(np.float64)) * (want.astype(np.float64) - got)).sum(-1)
+        self.kl[text] = _divergence(want, got)
         gained = np.take_along_axis(want, target, 1) - np.take_along_axis(got, target, 1)
         self.nll.append(gained[:, 0])
         self.agreement.append(want.argmax(-1) == got.argmax(-1))
         pairs = ((passage.keys, prefix.keys), (passage.values, prefix.values))
-        sums = [[np.square(a - b).sum((1, 2, 3)), np.square(b).sum((1, 2, 3))] for a, b in pairs]
-        self.errors.append(np.array(sums, np.float64))
+        if passage.keys.shape == prefix.keys.shape:
+            sums = [[np.square(a - b).sum((1, 2, 3)), np.square(b).sum((1, 2, 3))] for a, b in pairs]
+            self.errors.append(np.array(sums, np.float64))
         self.stored += passage.stored_nbytes
         self.source += 2 * (prefix.keys.size + prefix.values.size)
-        self.encode += passage.encode_seconds
-        self.decode += passage.decode_seconds
+        self.seconds.append((passage.encode_seconds, passage.decode_seconds))
 
     def result(self) -> CodecQuality:
-        nll, kl, sums = np.concatenate(self.nll), np.stack(list(self.kl.values())), sum(self.errors)
-        by_layer = np.sqrt(sums[:, 0] / sums[:, 1])
-        key_error, value_error = np.sqrt(sums.sum(-1)[:, 0] / sums.sum(-1)[:, 1])
+        nll, kl = np.concatenate(self.nll), np.stack(list(self.kl.values()))
+        errors, errors_by_layer = self._errors()
+        encode, decode = (None if None in spent else math.fsum(spent) for spent in zip(*self.seconds, strict=True))
+        recall = {kind: float(np.mean(right)) if right else None for kind, right in self.recall.items()}
         return CodecQuality(
-            codec=repr(self.codec),
+            codec=repr(self.method),
             bits_per_value=self.stored * 16 / self.source,
             size_fraction=self.stored / self.source,
-            key_error=float(key_error),
-            value_error=float(value_error),
+            key_error=errors[0],
+            value_error=errors[1],
             kl=float(kl.mean()),
             kl_interval=_interval(kl),
             kl_by_position=[float(part.mean()) for part in np.array_split(kl, 4, axis=1)],
@@ -317,51 +385,39 @@ class _Tally:
             nll_interval=float(1.96 * nll.std(ddof=1) / math.sqrt(len(nll))),
             top1_agreement=float(np.concatenate(self.agreement).mean()),
             greedy_tokens=float(np.mean(self.greedy)) if self.greedy else None,
-            needle_recall=float(np.mean(self.recall)) if self.recall else None,
-            encode_seconds=self.encode,
-            decode_seconds=self.decode,
+            needle_recall=recall["needle"],
+            encode_seconds=encode,
+            decode_seconds=decode,
             source_nbytes=self.source,
-            key_error_by_layer=by_layer[0].tolist(),
-            value_error_by_layer=by_layer[1].tolist(),
+            key_error_by_layer=errors_by_layer[0],
+            value_error_by_layer=errors_by_layer[1],
+            needles=len(self.recall["needle"]),
+            key_value_recall=recall["key_value"],
+            key_values=len(self.recall["key_value"]),
         )
+
+    def _errors(self) -> tuple[list[float | None], list[list[float]]]:
+        """Relative L2 errors of keys and values, in all and by layer; none where tokens were left out."""
+        if not self.errors:
+            return [None, None], [[], []]
+        sums = sum(self.errors)
+        whole = sums.sum(-1)
+        return np.sqrt(whole[:, 0] / whole[:, 1]).tolist(), np.sqrt(sums[:, 0] / sums[:, 1]).tolist()
+
+
+def _divergence(want: np.ndarray, got: np.ndarray, rows: int = 32) -> np.ndarray:
+    """KL divergence of each row of log-probabilities; some rows at a time, since vocabularies are large."""
+    found = []
+    for start in range(0, len(want), rows):
+        exact = want[start : start + rows].astype(np.float64)
+        found.append((np.exp(exact) * (exact - got[start : start + rows])).sum(-1))
+    return np.concatenate(found)
 
 
 def _interval(kl: np.ndarray, span: int = 32) -> float:
     """Half a 95 % interval of the mean of (texts, tokens): neighbouring tokens are not independent, spans nearly."""
     spans = np.concatenate([[part.mean() for part in np.split(row, range(span, len(row), span))] for row in kl])
     return float(1.96 * spans.std(ddof=1) / math.sqrt(len(spans))) if len(spans) > 1 else math.nan
-
-
-def _shared(one: list[int], other: list[int]) -> int:
-    """Length of the common beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one))
-
-
-def _recall_needles(model: StudyModel, tallies: list["_Tally"], layout: KVLayout, count: int) -> None:
-    """Hide "NAME: CODE" among other pairs, ask for one, and see whether the model still says it."""
-    rng = np.random.default_rng(0)
-    for _ in range(count):
-        codes = {f"item {n}": str(rng.integers(1000, 9999)) for n in rng.permutation(900)[:150] + 100}
-        lines = "".join(f"The code of {name} is {code}.\n" for name, code in codes.items())
-        tokens = model.tokenizer(lines)["input_ids"][:512]
-        known = model.tokenizer.decode(tokens)
-        name = list(codes)[int(rng.integers(5, known.count("\n") - 5))]
-        question = model.tokenizer(f"\nThe code of {name} is")["input_ids"]
-        answer = model.tokenizer(f" {codes[name]}")["input_ids"]
-        prefix = model.prefix(tokens + question[:1], 512)
-        asked = [*question, *answer]
-        if not _says(model, prefix, prefix.keys, prefix.values, asked, len(answer)):
-            continue
-        for tally in tallies:
-            passage = pass_through(tally.codec, prefix, layout)
-            tally.recall.append(_says(model, prefix, passage.keys, passage.values, asked, len(answer)))
-
-
-def _says(model: StudyModel, prefix: Prefix, keys, values, asked: list[int], answer: int) -> bool:
-    """Whether each of the last `answer` tokens is the most likely one after those before it."""
-    whole = Prefix([*prefix.tokens[: prefix.num_tokens], *asked], prefix.keys, prefix.values)
-    likely = model.continuation(whole, keys, values).argmax(-1)
-    return likely[-answer:].tolist() == asked[-answer:]
 
 
 def spread(prefix: Prefix) -> dict[str, float]:

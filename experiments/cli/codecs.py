@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from experiments.cli._app import AsJson, Bar, app, console, print_rows
 
@@ -35,7 +36,7 @@ def list_codecs(as_json: AsJson = False) -> None:
 
 @codecs.command()
 def table(source: Table = None, as_json: AsJson = False) -> None:
-    """The published claims about KV compression beside the measured codecs.
+    """The published claims about KV compression beside the measured codecs of one model.
 
     Example: `kvworkbench codecs table --from codecs.json`
     """
@@ -56,30 +57,44 @@ def table(source: Table = None, as_json: AsJson = False) -> None:
 @codecs.command()
 def measure(
     names: Annotated[list[str] | None, typer.Argument(help="Codecs such as int8 'ecsq(step=0.3)'; all.")] = None,
-    model: Annotated[str, typer.Option(help="smollm2, a folder or a hub name.")] = "smollm2",
+    model: Annotated[str, typer.Option(help="smollm2, qwen2.5-coder, a folder or a hub name.")] = "smollm2",
     texts: Annotated[int, typer.Option(min=1, max=5, help="How many sample texts.")] = 5,
     prefix_tokens: Annotated[int, typer.Option(help="Tokens stored of each, a multiple of 256.")] = 1024,
     scored_tokens: Annotated[int, typer.Option(min=2, help="Tokens scored after them.")] = 256,
-    calibrated: Annotated[bool, typer.Option("--calibrated", help="A KVTC-like codec too, calibrated first.")] = False,
-    out: Annotated[Path | None, typer.Option(help="File for the table.")] = None,
+    also: Annotated[
+        str,
+        typer.Option(
+            help="Of tasks (greedy continuations, recall), calibrated (a KVTC-like codec), "
+            "references (transformers' QuantizedCache, kvpress)."
+        ),
+    ] = "tasks",
+    out: Annotated[Path | None, typer.Option(help="File for the table; rows are added if it is there.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Send a real model's prefixes through codecs and measure what they do to its next tokens.
 
     Example: `kvworkbench codecs measure int8 echo --texts 2 --out codecs.json`
     """
-    from experiments.codec_table import COMPARED_CODECS, measure_codec_table
+    from experiments.codec_table import COMPARED_CODECS, CodecTable, measure_codec_table
+    from experiments.references import missing_references
 
+    wanted = [name.strip() for name in also.split(",") if name.strip()]
+    if "references" in wanted and (missing := missing_references()):
+        wanted.remove("references")
+        Console(stderr=True).print(f"the references are left out: {missing}", style="yellow", highlight=False)
+    before = CodecTable.load(out) if out and out.exists() else None
+    if before:
+        before.require_same(model, texts, prefix_tokens, scored_tokens)
     sizes = {"texts": texts, "prefix_tokens": prefix_tokens, "scored_tokens": scored_tokens}
     with Bar() as bar:
-        measured = measure_codec_table(model, names or COMPARED_CODECS, **sizes, calibrated=calibrated,
+        measured = measure_codec_table(model, names or COMPARED_CODECS, **sizes, also=wanted,
                                        watch=lambda _, *at: bar.count(*at))  # fmt: skip
     if out:
-        measured.save(out)
+        (before.joined(measured) if before else measured).save(out)
     if not as_json:
         console.print(measured.badge, highlight=False, markup=False)
-    print_rows([_written(row) for row in measured.frame().to_dicts()] if not as_json else measured.frame().to_dicts(),
-               as_json)  # fmt: skip
+    rows = measured.frame().to_dicts()
+    print_rows(rows if as_json else [_written(row) for row in rows], as_json)
 
 
 @codecs.command()
@@ -110,11 +125,19 @@ def links(
 
 
 def _written(row: dict[str, Any]) -> dict[str, str]:
-    return {
+    found = {
         "codec": row["codec"],
         "times smaller": f"{row['times_smaller']:.2f}",
         "KL": f"{row['kl']:.1e} ± {row['kl_interval']:.0e}",
         "log-likelihood change": f"{-row['nll_change']:+.4f} ± {row['nll_interval']:.4f}",
         "top token the same": f"{100 * row['top1_agreement']:.1f} %",
-        "encode, decode GB/s": f"{row['encode_gb_per_s']:.2f}, {row['decode_gb_per_s']:.2f}",
+        "greedy tokens": _or_dash(row["greedy_tokens"], "{:.1f}"),
     }
+    for name in ("needle", "key_value"):
+        found[f"{name.replace('_', '-')} recall"] = _or_dash(row[f"{name}_recall"], "{:.0%}")
+    speeds = [_or_dash(row[f"{way}_gb_per_s"], "{:.2f}") for way in ("encode", "decode")]
+    return found | {"encode, decode GB/s": ", ".join(speeds)}
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)

@@ -1,6 +1,8 @@
 """Which codec nobody beats: stored bits against what they do to the model's answers, decoding speed as colour."""
 
 import math
+import re
+from typing import Any
 
 import plotly.graph_objects as go
 import polars as pl
@@ -10,6 +12,7 @@ from experiments.plots._style import REFERENCE_COLOR, label_text, new_figure, no
 __all__ = ["codec_pareto_data", "plot_codec_pareto"]
 
 _TITLE = "Codecs: size against quality"
+_SYMBOLS = {True: ("diamond", "circle-open"), False: ("x", "x-thin-open")}  # own or not: on the front, beaten
 _LONGEST_LABEL = 30  # characters; the whole name stands in the hover text
 _LEAST_KL = 1e-6  # lossless codecs stand here on the logarithmic axis
 
@@ -18,13 +21,16 @@ def codec_pareto_data(codecs: pl.DataFrame) -> pl.DataFrame:
     """The marks of the plot, the smallest first.
 
     Args:
-        codecs: `CodecTable.frame()`: codec, bits_per_value, kl, kl_interval, top1_agreement, decode_gb_per_s.
+        codecs: `CodecTable.frame()` of one model.
 
     Returns:
-        codec, family (the codec's name without parameters), bits_per_value, times_smaller, kl, kl_interval, lossless,
-        top1_agreement, decode_gb_per_s, on_front (no other codec is as small and as good, and better in one).
+        model, codec, own (false: another library's), family (the codec's name without parameters), bits_per_value,
+        times_smaller, kl, kl_interval, lossless, top1_agreement, greedy_tokens, needle_recall, key_value_recall,
+        decode_gb_per_s (None where decoding is no step of its own), on_front (no other codec is as small and as good,
+        and better in one).
     """
-    columns = ("codec", "bits_per_value", "times_smaller", "kl", "kl_interval", "top1_agreement", "decode_gb_per_s")
+    columns = ("model", "codec", "own", "bits_per_value", "times_smaller", "kl", "kl_interval", "top1_agreement",
+               "greedy_tokens", "needle_recall", "key_value_recall", "decode_gb_per_s")  # fmt: skip
     points = list(codecs.select("bits_per_value", "kl").iter_rows())
     front = [
         not any(other != point and other[0] <= point[0] and other[1] <= point[1] for other in points)
@@ -42,17 +48,21 @@ def codec_pareto_data(codecs: pl.DataFrame) -> pl.DataFrame:
 
 
 def plot_codec_pareto(data: pl.DataFrame, *, template: str = "light", badge: str = "measured") -> go.Figure:
-    """A mark a codec, filled and named on the front, with a line along it; down and left is better."""
+    """A mark a codec, filled and named on the front, with a line along it; a cross is another library's method."""
     if data.is_empty():
         return no_data_figure(_TITLE, "no codec was measured", template=template, badge=badge)
-    said = f"{label_text(badge)}<br>filled: no other is smaller and better · bars: 95 % interval"
-    figure = new_figure(_TITLE, said, template=template, height=560)
+    said = f"{label_text(badge)}<br>filled: none is smaller and better · crosses: other libraries · bars: 95 % interval"
+    title = f"{_TITLE}, on {label_text(data['model'][0])}"
+    figure = new_figure(title, said, template=template, height=560)
     front = data.filter("on_front")
     figure.add_scatter(x=front["bits_per_value"].to_list(), y=_heights(front), mode="lines", hoverinfo="skip",
                        line={"color": REFERENCE_COLOR, "dash": "dash", "width": 1.5, "shape": "hv"},
                        name="front")  # fmt: skip
     for on_front in (True, False):
-        _add_marks(figure, data.filter(pl.col("on_front") == on_front), on_front)
+        for own in (True, False):
+            marks = data.filter(on_front=on_front, own=own)
+            if not marks.is_empty():
+                _add_marks(figure, marks, on_front, own)
     speeds = (0.1, 0.3, 1, 3, 10)
     figure.update_layout(
         coloraxis={
@@ -75,24 +85,42 @@ def _heights(data: pl.DataFrame) -> list[float]:
     return [max(kl, _LEAST_KL) for kl in data["kl"]]
 
 
-def _add_marks(figure: go.Figure, marks: pl.DataFrame, on_front: bool) -> None:
-    names = [label_text(codec if len(codec) <= _LONGEST_LABEL else f"{family}(…)")
-             for codec, family in marks.select("codec", "family").iter_rows()]  # fmt: skip
-    hover = [
-        f"<b>{label_text(row['codec'])}</b><br>{row['bits_per_value']:.2f} bits, "
-        f"{row['times_smaller']:.2f} times smaller"
-        f"<br>KL {row['kl']:.2g} ± {row['kl_interval']:.1g} nats"
-        f"<br>top token the same: {100 * row['top1_agreement']:.1f} %"
-        f"<br>decoding: {row['decode_gb_per_s']:.2g} GB/s a core"
-        for row in marks.iter_rows(named=True)
-    ]
+def _add_marks(figure: go.Figure, marks: pl.DataFrame, on_front: bool, own: bool) -> None:
+    names = [label_text(_short(codec, family)) for codec, family in marks.select("codec", "family").iter_rows()]
+    speeds = marks["decode_gb_per_s"].to_list()
+    coloured = {"coloraxis": "coloraxis", "color": [math.log10(speed) for speed in speeds if speed]}
     figure.add_scatter(
         x=marks["bits_per_value"].to_list(), y=_heights(marks),
         error_y={"array": marks["kl_interval"].to_list(), "thickness": 1, "width": 0, "color": REFERENCE_COLOR},
-        mode="markers+text" if on_front else "markers", hovertext=hover, hoverinfo="text",
+        mode="markers+text" if on_front else "markers", hoverinfo="text",
+        hovertext=[_hover(row) for row in marks.iter_rows(named=True)],
         text=names, textposition="bottom left", textfont={"size": 11},
-        name="on the front" if on_front else "beaten",
-        marker={"symbol": "diamond" if on_front else "circle-open", "size": 12 if on_front else 10,
-                "line": {"width": 2}, "coloraxis": "coloraxis",
-                "color": [math.log10(speed) for speed in marks["decode_gb_per_s"]]},
+        name=f"{'on the front' if on_front else 'beaten'}{'' if own else ', another library'}",
+        marker={"symbol": _SYMBOLS[own][not on_front], "size": 12 if on_front else 10, "line": {"width": 2},
+                **(coloured if own else {"color": REFERENCE_COLOR})},
     )  # fmt: skip
+
+
+def _short(codec: str, family: str) -> str:
+    """The codec's name; without digests, and without its parameters' names or values, where it is long for a label."""
+    named = re.sub(r"digest='\w+', ", "", codec)
+    values_only = re.sub(r"\w+=|'", "", named)
+    return next((name for name in (named, values_only) if len(name) <= _LONGEST_LABEL), f"{family}(…)")
+
+
+def _hover(row: dict[str, Any]) -> str:
+    lines = [
+        f"<b>{label_text(row['codec'])}</b>",
+        f"{row['bits_per_value']:.2f} bits, {row['times_smaller']:.2f} times smaller",
+        f"KL {row['kl']:.2g} ± {row['kl_interval']:.1g} nats",
+        f"top token the same: {100 * row['top1_agreement']:.1f} %",
+    ]
+    for name, form in (
+        ("greedy_tokens", "{:.1f} greedy tokens the same"),
+        ("needle_recall", "needles found: {:.0%}"),
+        ("key_value_recall", "pairs recalled: {:.0%}"),
+        ("decode_gb_per_s", "decoding: {:.2g} GB/s a core"),
+    ):
+        if row[name] is not None:
+            lines.append(form.format(row[name]))
+    return "<br>".join(lines)

@@ -182,12 +182,15 @@ def _first_tokens(kv: KeysAndValues, count: int) -> list[np.ndarray]:
 
 
 def _has_sink(kv: KeysAndValues) -> bool:
-    """Whether the first token's keys, over all layers, are below half or above twice the usual size."""
+    """Whether the first token's keys are below half or above twice the usual size in the median layer and head.
+
+    The median, since a model's loudest layer would hide the others: in some, its keys are the same for all tokens.
+    """
     from kernels.floats import decode16
 
     first = decode16(np.ascontiguousarray(kv.keys[:, 0, :, 0]), kv.layout.dtype)
     others = decode16(np.ascontiguousarray(kv.keys[:, -1, :, -8:]), kv.layout.dtype)
     with np.errstate(all="ignore"):
-        size = np.sqrt(np.square(others).sum((0, 1, 3)))
-        part = np.sqrt(np.square(first).sum()) / np.median(size)
+        usual = np.median(np.sqrt(np.square(others).sum(-1)), axis=-1)
+        part = np.median(np.sqrt(np.square(first).sum(-1)) / usual)
     return not 0.5 <= part <= 2.0

@@ -67,10 +67,12 @@ class ECSQ(KVCodec):
             plain, turned = _turned(keys, kv)
             unrope(keys, blocks, angles=_angles(kv, theta), plain=plain, dtype=dtype)
             keys = turned
+        finer = None
         for tiles, relative_step in ((keys, self.step), (Tiles(kv.values), self.value_step or self.step)):
             means, rms = self._means_and_rms(tiles, blocks, dtype)
+            finer = self._step_factors(rms) if finer is None else finer  # of the keys, for the values, too
             symbols = np.empty(_symbols_shape(tiles, kv), np.uint8)
-            steps = np.maximum(rms * np.float32(relative_step), np.float32(2.0**-100))
+            steps = np.maximum(rms * finer * np.float32(relative_step), np.float32(2.0**-100))
             numbers = {"means": decode16(means, dtype), "symbols": symbols, "dtype": dtype}
             to_symbols(tiles, blocks, steps=_each_token(steps, kv), **numbers)
             clipped = ((symbols == 1) | (symbols == 255)).any((1, 2))
@@ -105,6 +107,10 @@ class ECSQ(KVCodec):
         layers, _, heads, _, size = kv.keys.shape
         part = sections_nbytes(((layers,), 4), ((layers, heads, size), 2))
         return 2 * (part + self._coded_nbytes(_symbols_shape(Tiles(kv.keys), kv))) + sections_nbytes(((1,), 8))
+
+    def _step_factors(self, key_rms: np.ndarray) -> np.ndarray:
+        """What the steps of each layer's keys and values are multiplied by, float32."""
+        return np.ones_like(key_rms)
 
     def _write_coded(self, symbols: np.ndarray, writer: PayloadWriter) -> None:
         """Append symbols (layers, channels, tokens)."""
