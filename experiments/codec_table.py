@@ -170,7 +170,7 @@ def measure_codec_table(
             and measure it, too (`experiments.kvtc`); "references": other libraries (`experiments.references`).
 
     Raises:
-        ReferencesError: Of references, where they cannot be measured.
+        PeerError: Of references, where they cannot be measured.
     """
     if unknown := set(also) - {"tasks", "calibrated", "references"}:
         raise InvalidInputError(f"also names {sorted(unknown)}; allowed: tasks, calibrated, references")

@@ -14,32 +14,25 @@ question; those that do (SnapKV scores tokens by the attention of the last 64, i
 """
 
 import contextlib
-import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from experiments.models import resolve_model
+from experiments.peer_process import PeerError, PeerProcess
 from experiments.quality import Passage, Prefix
 from kernels.floats import decode16, encode16
-from workbench.errors import CacheError
 
-__all__ = ["Pressed", "QuantizedCache", "ReferencesError", "missing_references", "references"]
+__all__ = ["Pressed", "QuantizedCache", "missing_references", "references"]
 
 PYTHON_VARIABLE = "KVWORKBENCH_REFERENCES_PYTHON"
 
 _PRESSES = ("Knorm", "ExpectedAttention")
 _REMOVED = (0.25, 0.5, 0.75)
-
-
-class ReferencesError(CacheError):
-    """The other libraries could not do what they were asked for."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +41,16 @@ class QuantizedCache:
 
     library: str  # "quanto" or "hqq"
     bits: int
-    peer: "_Peer" = field(repr=False, compare=False)
+    folder: Path = field(repr=False, compare=False)  # in which arrays cross
+    peer: PeerProcess = field(repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"quantized_cache(library={self.library!r}, bits={self.bits})"
 
     def send(self, prefix: Prefix) -> Passage:
-        source, target = self.peer.path("source"), self.peer.path("target")
+        source, target = self.folder / "source.npy", self.folder / "target.npy"
         np.save(source, np.stack([prefix.keys, prefix.values]))
-        cost = self.peer.ask("quantise", library=self.library, bits=self.bits, source=source, target=target)
+        cost = self.peer.ask("quantise", library=self.library, bits=self.bits, source=str(source), target=str(target))
         return Passage(*np.load(target), **cost)
 
 
@@ -66,50 +60,18 @@ class Pressed:
 
     press: str
     removed: float
-    peer: "_Peer" = field(repr=False, compare=False)
+    folder: Path = field(repr=False, compare=False)  # in which arrays cross
+    peer: PeerProcess = field(repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"kvpress(press={self.press!r}, removed={self.removed})"
 
     def send(self, prefix: Prefix) -> Passage:
-        target = self.peer.path("target")
+        target = self.folder / "target.npy"
         tokens = prefix.tokens[: prefix.num_tokens]
-        self.peer.ask("press", press=self.press, removed=self.removed, tokens=tokens, target=target)
+        self.peer.ask("press", press=self.press, removed=self.removed, tokens=tokens, target=str(target))
         kept = [decode16(encode16(part, "bfloat16"), "bfloat16") for part in np.load(target)]
         return Passage(*kept, sum(2 * part.size for part in kept), None, None)
-
-
-class _Peer:
-    """The process that the libraries live in."""
-
-    def __init__(self, python: str, folder: str):
-        self._folder = folder
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        script = str(Path(__file__).with_name("_references_peer.py"))
-        self._process = subprocess.Popen([python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.DEVNULL, text=True, env=environment)  # fmt: skip
-
-    def path(self, name: str) -> str:
-        """A file that arrays cross in."""
-        return os.path.join(self._folder, f"{name}.npy")
-
-    def ask(self, do: str, **more: Any) -> dict[str, Any]:
-        """One order, one answer. Raises ReferencesError."""
-        try:
-            print(json.dumps({"do": do, **more}), file=self._process.stdin, flush=True)
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            raise ReferencesError(f"the references' process ended at {do!r} with exit code {self._process.wait(10)}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise ReferencesError(f"{do}: {answer['error']}")
-        return answer
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 def missing_references() -> str:
@@ -125,15 +87,17 @@ def references(model: str) -> Iterator[tuple[list[QuantizedCache | Pressed], dic
     """The methods to measure a model with, and the versions of their libraries.
 
     Raises:
-        ReferencesError: They cannot be measured here; the message says why.
+        PeerError: They cannot be measured here; the message says why.
     """
     if missing := missing_references():
-        raise ReferencesError(missing)
-    with tempfile.TemporaryDirectory() as folder:
-        peer = _Peer(os.environ[PYTHON_VARIABLE], folder)
+        raise PeerError(missing)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        peer = PeerProcess(os.environ[PYTHON_VARIABLE], Path(__file__).with_name("_references_peer.py"))
         try:
             versions = peer.ask("open", model=str(resolve_model(model).path))
-            quantised = [QuantizedCache(library, bits, peer) for library in ("quanto", "hqq") for bits in (4, 2)]
-            yield [*quantised, *(Pressed(press, removed, peer) for press in _PRESSES for removed in _REMOVED)], versions
+            quantised = [QuantizedCache(name, bits, folder, peer) for name in ("quanto", "hqq") for bits in (4, 2)]
+            pressed = [Pressed(press, removed, folder, peer) for press in _PRESSES for removed in _REMOVED]
+            yield [*quantised, *pressed], versions
         finally:
             peer.end()

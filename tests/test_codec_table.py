@@ -14,9 +14,10 @@ from experiments.cli import app
 from experiments.codec_table import COMPARED_CODECS, EXAMPLE_TABLE, SECOND_TABLE, CodecTable, measure_codec_table
 from experiments.compression_claims import CLAIMS, compression_claims
 from experiments.kvtc import calibration_texts, fit_kvtc
+from experiments.peer_process import PeerError
 from experiments.plots.codec_pareto import codec_pareto_data, plot_codec_pareto
 from experiments.quality import CodecQuality, StudyModel, measure_quality, sample_texts
-from experiments.references import ReferencesError, missing_references
+from experiments.references import missing_references
 from workbench.codecs import codec_names, resolve_codec
 from workbench.errors import InvalidInputError
 
@@ -202,7 +203,7 @@ def test_references_are_measured_as_codecs_are():
 
 def test_without_an_interpreter_the_references_say_so(monkeypatch, tmp_path):
     monkeypatch.delenv("KVWORKBENCH_REFERENCES_PYTHON", raising=False)
-    with pytest.raises(ReferencesError, match="KVWORKBENCH_REFERENCES_PYTHON"):
+    with pytest.raises(PeerError, match="KVWORKBENCH_REFERENCES_PYTHON"):
         measure_codec_table("random:tiny", ["raw"], also=["references"])
     sizes = ["--model", "random:tiny", "--texts", "1", "--prefix-tokens", "256", "--scored-tokens", "8"]
     run = CliRunner().invoke(app, ["codecs", "measure", "raw", *sizes, "--also", "references"])
@@ -211,5 +212,5 @@ def test_without_an_interpreter_the_references_say_so(monkeypatch, tmp_path):
     python.write_text("#!/bin/sh\nexit 3\n")
     python.chmod(0o755)
     monkeypatch.setenv("KVWORKBENCH_REFERENCES_PYTHON", str(python))
-    with pytest.raises(ReferencesError, match="exit code 3"):
+    with pytest.raises(PeerError, match="exit code 3"):
         measure_codec_table("random:tiny", ["raw"], also=["references"])

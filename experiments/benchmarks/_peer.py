@@ -5,24 +5,20 @@ peer, and its column stays empty.
 """
 
 import contextlib
-import json
 import os
 import statistics
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Peer", "PeerError", "lmcache_peer"]
+from experiments.peer_process import PeerError, PeerProcess
+
+__all__ = ["Peer", "lmcache_peer"]
 
 PYTHON_VARIABLE = "KVWORKBENCH_LMCACHE_PYTHON"
 
 
-class PeerError(Exception):
-    """The peer could not do what it was asked for."""
-
-
-class Peer:
+class Peer(PeerProcess):
     """A process that does the same work as we do, when it is asked.
 
     Args:
@@ -31,25 +27,8 @@ class Peer:
 
     def __init__(self, python: str):
         script = Path(__file__).with_name("_lmcache_peer.py")
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen([python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.DEVNULL, text=True, env=environment)  # fmt: skip
+        super().__init__(python, script, PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
         self._rounds: list[dict[str, Any]] = []
-
-    def ask(self, do: str, **more: Any) -> dict[str, Any]:
-        """One order, one answer. Raises PeerError."""
-        try:
-            print(json.dumps({"do": do, **more}), file=self._process.stdin, flush=True)
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            raise PeerError(f"the peer ended at {do!r} with exit code {self._process.wait(10)}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise PeerError(f"{do}: {answer['error']}")
-        return answer
 
     def open(self, source: str, chunks: int, **tier: Any) -> None:
         """Begin a row of rounds."""
@@ -71,10 +50,6 @@ class Peer:
         for name in ("store", "retrieve"):
             found[f"{name}_over_copy"] = statistics.median(r["copy_s"] / r[f"{name}_s"] for r in rounds)
         return found
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 @contextlib.contextmanager
