@@ -96,7 +96,7 @@ def store(folder, identity: Identity, scope: ChunkScope) -> None:
     pages = Pages(64, identity.layout)
     blocks = list(range(64 // identity.layout.block_size))
     pages.compute(chain_of(TOKENS, identity, scope), blocks)
-    with CacheEngine(identity, memory_bytes=0, disk_path=folder) as engine:
+    with CacheEngine(identity, memory_bytes=0, disk_path=folder, partial_hits=False) as engine:
         assert engine.lookup(TOKENS, scope=scope) == 0, "a neighbour's KV was taken for this one's"
         assert engine.store(TOKENS, pages.table, blocks=blocks, scope=scope) == 64
         engine.flush()
@@ -104,11 +104,11 @@ def store(folder, identity: Identity, scope: ChunkScope) -> None:
 
 
 def test_one_field_different_is_a_miss_and_equal_fields_are_a_hit(folder):
-    with CacheEngine(IDENTITY, memory_bytes=0, disk_path=folder) as engine:
+    with CacheEngine(IDENTITY, memory_bytes=0, disk_path=folder, partial_hits=False) as engine:
         assert engine.lookup(TOKENS, scope=SCOPE) == 0
         assert engine.lookup(TOKENS) == 0
     for name, identity, scope in NEIGHBOURS:
-        with CacheEngine(identity, memory_bytes=0, disk_path=folder) as engine:
+        with CacheEngine(identity, memory_bytes=0, disk_path=folder, partial_hits=False) as engine:
             pages, blocks = Pages(64, identity.layout), list(range(64 // identity.layout.block_size))
             assert engine.retrieve(TOKENS, pages.table, blocks=blocks, scope=scope) == 64, name
             assert not pages.wrong_chunks(chain_of(TOKENS, identity, scope), blocks, 64), name

@@ -229,8 +229,8 @@ DEFECTS = {
     ),
     "a tail goes while it is used": (
         "workbench/control.py",
-        "if self.index.in_use(entry) or self.index.pending[entry] or not self.index.resident[above]:",
-        "if not self.index.resident[above]:",
+        "if self.index.in_use(entry) or self.index.pending[entry] or not self.index.resident[above] & self._own:",
+        "if not self.index.resident[above] & self._own:",
         "test_beginnings.py",
     ),
 }
