@@ -38,7 +38,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "mixed": {"requests": 12, "settings": {"chat": {"rounds": 3, **_CHAT},
                                            "one_off": {"text_tokens": 512, "max_tokens": 4}}},
 }  # fmt: skip
-_SHORT = ("chat", "shared_prefix")
+_SHORT = ("shared_prefix",)
 _WARM_SHARE = 0.1
 _UNFOUND = 256  # tokens of a request that a cache may leave out of the bound: one chunk
 
@@ -95,7 +95,7 @@ def rows_of(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def run(short: bool = False) -> dict[str, Any]:
-    """The short form takes two workloads."""
+    """The short form takes one workload."""
     results = [measure(name) for name in (_SHORT if short else WORKLOADS)]
     return {"name": "workloads", "environment": describe_environment(), "results": results,
             "rows": [line for result in results for line in rows_of(result)]}  # fmt: skip
