@@ -116,11 +116,13 @@ def links(
 
     speeds = [float(speed) for speed in gbits.split(",")]
     options = {"codecs": names} if names else {}
+    progress = Console(stderr=True)
     measured = codec_links(model, place=place, gbits=speeds, repeats=repeats, **options,
-                           watch=lambda what: console.print(what, style="dim", highlight=False))  # fmt: skip
+                           watch=lambda what: progress.print(what, style="dim", highlight=False))  # fmt: skip
     if out:
         measured.save(out)
-    console.print(measured.badge, highlight=False, markup=False)
+    if not as_json:
+        console.print(measured.badge, highlight=False, markup=False)
     print_rows(ttft_by_bandwidth_data(measured.frame).to_dicts(), as_json)
 
 
