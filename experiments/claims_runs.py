@@ -123,7 +123,7 @@ def chat_rounds(bench: Bench) -> Figures:
     workload = make_workload("chat", bench.tokenizer, users=bench.pick(1, 3), rounds=10, max_tokens=8,
                              question_tokens=bench.pick(64, 128), answer_tokens=bench.pick(192, 384))  # fmt: skip
     # As in the caches that the claims are about, a hit ends with a chunk.
-    whole = {"memory_bytes": "1GiB", "partial_hits": False, "store_partial": False}
+    whole = {"memory_bytes": "1GiB", "partial_hits": False}
     chunked = (Arm(f"chunk_{n}", f"whole chunks of {n}", cache={**whole, "chunk_tokens": n}) for n in (128, 256))
     arms: list[str | Arm] = ["none", *chunked]
     requests = bench.compare("chat-rounds", workload, arms).requests

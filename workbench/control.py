@@ -218,7 +218,7 @@ class ControlPlane:
                 self._forget_shared(level, chunks)
             if found := self._note_shared(level, chunks[:found]):
                 for number in range(first, first + found):
-                    self._note_beginning(chain, number, chain[number])
+                    self._note_beginning(chain[number], outgrows=True)
                 return found
         return 0
 
@@ -365,37 +365,36 @@ class ControlPlane:
         for number in range(running.planned, chain.whole(stop_token)):
             running.planned = number + 1
             self._plan_store(running, chain[number], blocks, orders)
-            self._note_beginning(chain, number, chain[number])
+            self._note_beginning(chain[number], outgrows=True)
         whole = chain.whole(stop_token)
         if tail and chain.end(whole) < stop_token:
             part = chain.part(whole, stop_token)
             self._plan_store(running, part, blocks, orders, tail=True)
-            self._note_beginning(chain, whole, part)
+            self._note_beginning(part, outgrows=True)
         return orders
 
-    def _note_beginning(self, chain: ChunkChain, number: int, chunk: Chunk) -> None:
-        """Other prompts may reuse the beginning of a chunk that is stored, or on its way; tails that it contains have
-        served their time."""
+    def _note_beginning(self, chunk: Chunk, *, outgrows: bool = False) -> None:
+        """Other prompts may reuse the beginning of a chunk that is stored, or on its way, if it is text alone.
+
+        Args:
+            chunk: With its tokens.
+            outgrows: Tails that it contains have served their time.
+        """
         entry = self.index.find(chunk.key)
         if self._beginnings is None or entry < 0 or not self.index.anywhere(entry):
             return
-        if self._beginnings.touch(chunk.key):
+        if self._beginnings.touch(chunk.key) or not chunk.is_text_alone(self.layout.chunk_tokens):
             return
-        if not chain.following(number).startswith(chunk.tokens):
-            return  # an image, say, lies in it
-        for other, tokens in islice(self._beginnings.along(chunk.parent, chunk.tokens), _LOOKED_AT):
-            if tokens == other.num_tokens:
-                self._outgrown[other.key] = chunk.key
+        if outgrows:
+            for other, tokens in islice(self._beginnings.along(chunk.parent, chunk.tokens), _LOOKED_AT):
+                if tokens == other.num_tokens:
+                    self._outgrown[other.key] = chunk.key
         self._beginnings.add(chunk)
 
     def _note_stored_beginning(self, stored: StoredChunk) -> None:
         """The same for what another process stored, or an earlier start, where the tier tells its tokens."""
-        entry = self.index.find(stored.key)
-        if self._beginnings is None or not stored.tokens or entry < 0 or not self.index.anywhere(entry):
-            return
-        chunk = Chunk(stored.key, stored.parent, stored.start, stored.stop, stored.tokens)
-        if chunk.is_text_alone(self.layout.chunk_tokens) and not self._beginnings.touch(chunk.key):
-            self._beginnings.add(chunk)
+        if stored.tokens:
+            self._note_beginning(Chunk(stored.key, stored.parent, stored.start, stored.stop, stored.tokens))
 
     def _remove_outgrown(self, orders: list[Order]) -> None:
         """Remove each tail that lies in a longer chunk as well, once that is resident and nobody uses the tail.
